@@ -100,9 +100,12 @@ async def search(args: Namespace, query: str) -> list[str]:
     async with places:
         reply = await post(url, payload, max_retries=SEARCH_RETRIES, timeout_s=args.search_timeout)
     try:
-        return [hit["document"]["contents"] for hit in reply["result"][0]]
+        passages = [hit["document"]["contents"] for hit in reply["result"][0]]
+        if not all(isinstance(text, str) for text in passages):
+            raise TypeError("contents must be texts")
     except (KeyError, IndexError, TypeError) as error:
         raise EngineError(f"search_url {url}: the reply is not that of a retriever: {str(reply)[:200]}") from error
+    return passages[: args.search_topk]
 
 
 def observation(passages: Iterable[str]) -> str:

@@ -160,10 +160,11 @@ def test_an_aborted_sample_is_continued_in_the_middle_of_its_turn(run_turns, mod
     assert sample.metadata["searches"] == 1
 
 
-def test_a_search_server_that_is_wrong_or_not_named_is_an_error_with_its_setting(run_turns):
+@pytest.mark.parametrize("reply", [{"hits": []}, {"result": [[{"document": {"contents": None}}]]}])
+def test_a_search_server_that_is_wrong_or_not_named_is_an_error_with_its_setting(run_turns, reply):
     with pytest.raises(ConfigError, match="search_url"):
         run_turns([SEARCH], search_url=None)
-    wrong = FakeEngine(lambda payload, number: (200, {"hits": []}))
+    wrong = FakeEngine(lambda payload, number: (200, reply))
     with pytest.raises(EngineError, match=r"search_url.*not that of a retriever"):
         run_turns([SEARCH], search_url=wrong.url + "/retrieve")
     wrong.close()
