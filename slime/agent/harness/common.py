@@ -197,7 +197,7 @@ def host_file(variable: str) -> Path:
 
 #     program      adapter                                     variables SLIME_AGENT_<NAME>_...
 #     Claude Code  slime.agent.adapters.AnthropicAdapter       CC
-#     Codex        slime.agent.adapters.OpenAIAdapter          CODEX, a version with chat completions
+#     Codex        slime.agent.adapters.OpenAIAdapter          CODEX
 #
 # ``SLIME_AGENT_NODE_TARBALL`` and ``..._TARBALL`` name files of this machine, ``..._EXTRA_ARGS`` has further words of
 # the command line, ``..._EXTRA_ENVS`` further variables as a JSON object.
@@ -207,13 +207,26 @@ _CONFIG = json.dumps({"hasCompletedOnboarding": True, "bypassPermissionsModeAcce
 
 
 class NpmHarness(BaseHarness):
-    """A program that is installed from a packed npm package.
+    """A program that is installed from a packed npm package, and started by one command.
 
     Attributes:
         check_cmd: command that shows that the program is installed.
     """
 
     check_cmd: ClassVar[str] = ""
+
+    @abstractmethod
+    def command(self, prompt: str) -> str:
+        """The shell command that works on ``prompt``."""
+
+    @abstractmethod
+    def variables(self, ctx: HarnessContext) -> dict[str, str]:
+        """Environment variables of a run: the model's server and the key."""
+
+    async def launch_and_wait(self, sb: Sandbox, ctx: HarnessContext, prompt: str, time_budget_sec: int) -> int:
+        env = self.environment(**self.variables(ctx))
+        command = self.command(prompt)
+        return await run_agent(sb, workdir=ctx.workdir, start_cmd=command, env=env, time_budget_sec=time_budget_sec)
 
     async def install_cli(self, sb: Sandbox) -> None:
         await install_npm_cli(
@@ -247,30 +260,33 @@ class ClaudeCodeHarness(NpmHarness):
         for path in (f"{AGENT_HOME}/.claude.json", f"{AGENT_HOME}/.claude/settings.json"):
             await sb.write_file(path, _CONFIG, user="agent")
 
-    async def launch_and_wait(self, sb: Sandbox, ctx: HarnessContext, prompt: str, time_budget_sec: int) -> int:
-        command = f"{_PROGRAM} -p {shlex.quote(prompt)} {self.launch_words()}".rstrip()
-        env = self.environment(
-            ANTHROPIC_BASE_URL=ctx.adapter_url, ANTHROPIC_AUTH_TOKEN=ctx.session_id, ANTHROPIC_MODEL=ctx.model_label
-        )
-        return await run_agent(sb, workdir=ctx.workdir, start_cmd=command, env=env, time_budget_sec=time_budget_sec)
+    def command(self, prompt: str) -> str:
+        return f"{_PROGRAM} -p {shlex.quote(prompt)} {self.launch_words()}".rstrip()
+
+    def variables(self, ctx: HarnessContext) -> dict[str, str]:
+        server, key = {"ANTHROPIC_BASE_URL": ctx.adapter_url}, {"ANTHROPIC_AUTH_TOKEN": ctx.session_id}
+        return server | key | {"ANTHROPIC_MODEL": ctx.model_label}
 
 
 _FOLDER = f"{AGENT_HOME}/.codex"
 
 
 class CodexHarness(NpmHarness):
+    """``wire_api`` is the protocol: ``responses``, or ``chat``, which newer versions of Codex refuse."""
+
     name: ClassVar[str] = "codex"
     check_cmd: ClassVar[str] = "codex --version"
     cli_tarball_env: ClassVar[str] = "SLIME_AGENT_CODEX_TARBALL"
     extra_args_env: ClassVar[str] = "SLIME_AGENT_CODEX_EXTRA_ARGS"
     extra_envs_env: ClassVar[str] = "SLIME_AGENT_CODEX_EXTRA_ENVS"
     launch_flags: ClassVar[str | Sequence[str]] = "--skip-git-repo-check"
+    wire_api: ClassVar[str] = "responses"
 
     async def write_config(self, sb: Sandbox, ctx: HarnessContext) -> None:
         # A JSON string is a TOML string as well; base64 keeps the shell out of it.
         provider = (
             f'{{ name = "slime", base_url = {json.dumps(ctx.adapter_url + "/v1")}, '
-            'env_key = "OPENAI_API_KEY", wire_api = "chat" }'
+            f'env_key = "OPENAI_API_KEY", wire_api = "{self.wire_api}" }}'
         )
         config = (
             f'model = {json.dumps(ctx.model_label)}\nmodel_provider = "slime"\nmodel_providers.slime = {provider}\n'
@@ -282,7 +298,8 @@ class CodexHarness(NpmHarness):
             check=True,
         )
 
-    async def launch_and_wait(self, sb: Sandbox, ctx: HarnessContext, prompt: str, time_budget_sec: int) -> int:
-        command = " ".join(filter(None, ["codex exec", self.launch_words(), shlex.quote(prompt)]))
-        env = self.environment(OPENAI_API_KEY=ctx.session_id, OPENAI_BASE_URL=f"{ctx.adapter_url}/v1")
-        return await run_agent(sb, workdir=ctx.workdir, start_cmd=command, env=env, time_budget_sec=time_budget_sec)
+    def command(self, prompt: str) -> str:
+        return " ".join(filter(None, ["codex exec", self.launch_words(), shlex.quote(prompt)]))
+
+    def variables(self, ctx: HarnessContext) -> dict[str, str]:
+        return {"OPENAI_API_KEY": ctx.session_id, "OPENAI_BASE_URL": f"{ctx.adapter_url}/v1"}

@@ -107,7 +107,10 @@ def test_a_subclass_replaces_flags_and_variables_by_class_attributes(monkeypatch
         asyncio.run(Quiet().install_cli(Recorder()))
 
 
-def test_codex_is_configured_and_started_against_the_adapter():
+@pytest.mark.parametrize("wire_api", ["responses", "chat"])
+def test_codex_is_configured_and_started_against_the_adapter(wire_api, monkeypatch):
+    if wire_api != "responses":
+        monkeypatch.setattr(CodexHarness, "wire_api", wire_api)
     sb = Recorder(DONE)
     asyncio.run(CodexHarness().write_config(sb, CTX))
     encoded = sb.commands[0][0].split("echo ")[1].split(" |")[0]
@@ -117,7 +120,7 @@ def test_codex_is_configured_and_started_against_the_adapter():
         "name": "slime",
         "base_url": "http://a:1/v1",
         "env_key": "OPENAI_API_KEY",
-        "wire_api": "chat",
+        "wire_api": wire_api,
     }
     assert asyncio.run(CodexHarness().launch_and_wait(sb, CTX, "do it", 5)) == 0
     assert "codex exec --skip-git-repo-check 'do it'" in sb.files["/tmp/.run.sh"]
