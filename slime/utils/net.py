@@ -192,5 +192,6 @@ def run_router(args: Any) -> None:
 
 
 def single_rank_environment() -> dict[str, str]:
-    """Variables with which ``torch.distributed`` makes a group of this process alone, at a free port."""
-    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "RANK": "0", "WORLD_SIZE": "1"}
+    """Variables with which ``torch.distributed`` makes a group of this process alone."""
+    # Port 0: the store binds a port that the system chooses, so no other process can take it before.
+    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
