@@ -319,6 +319,8 @@ class BaseAdapter(Dialect):
         tools: list[dict[str, Any]] | None,
     ) -> web.StreamResponse:
         held = history(self.manager.path(sid, messages))
+        if held and (last := held[-1][1]) is not None and last.tools == tools:
+            tools = last.tools  # one copy for all turns, which are kept until the session ends
         # In a thread, because rendering a long conversation would delay the turns of all other sessions.
         prompt_ids, reason = await asyncio.to_thread(self._renderer.prompt_ids, messages, tools, held)
         self._note_rendered_whole(reason)

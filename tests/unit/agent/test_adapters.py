@@ -427,6 +427,18 @@ def test_anthropic_blocks_whole_and_as_a_stream(make):
     assert counted.json() == {"input_tokens": 0}
 
 
+def test_the_turns_of_a_session_share_one_copy_of_their_tools(make):
+    turns: list[Any] = []
+    agent = make(OpenAIAdapter, ["a" + END] * 3, debug_callback=lambda *values: turns.append(values[-1]))
+    chat, said = [Q], {"role": "assistant", "content": "a"}
+    for tools in ([TOOL], [TOOL], []):
+        agent.chat(chat, tools=tools)
+        chat = [*chat, said, Q]
+    agent.finish()  # waits for the work after the answer
+    assert turns[0].tools is turns[1].tools
+    assert [turn.tools is None for turn in turns] == [False, False, True]
+
+
 def test_the_debug_callback_sees_the_turn_and_health_is_answered(make):
     seen: list[tuple] = []
     agent = make(OpenAIAdapter, ["a" + END], debug_callback=lambda *values: seen.append(values))
