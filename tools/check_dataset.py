@@ -57,7 +57,8 @@ def main() -> None:
 
 def check(options: argparse.Namespace) -> Report:
     """Every row of the file."""
-    from slime.data.prompts import numbered_rows, open_prompts
+    from slime.data.prompts import open_prompts
+    from slime.data.rows import numbered_rows
 
     tokenizer = None
     if options.hf_checkpoint is not None:

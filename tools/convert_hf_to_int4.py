@@ -109,7 +109,7 @@ def convert(options: argparse.Namespace) -> None:
 
 def _token_ids(options: argparse.Namespace, tokenizer: Any) -> Iterator[list[int]]:
     from slime.data.chat import tokenize_chat
-    from slime.data.prompts import numbered_rows
+    from slime.data.rows import numbered_rows
 
     source = Path(options.data_dir)
     files = sorted([*source.glob("*.jsonl"), *source.glob("*.parquet")]) if source.is_dir() else [source]

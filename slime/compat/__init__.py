@@ -28,7 +28,9 @@ slime.utils.context_utils
     slime.compat.measures: with_defer
 slime.utils.data
     slime.batch.balance: get_minimum_num_micro_batch_size=count_micro_batches
-    slime.data.prompts: Dataset filter_long_prompt read_file _parse_generalized_path=parse_path
+    slime.data.prompts: Dataset filter_long_prompt
+    slime.data.rows: read_file
+    slime.utils.prompt_sources: _parse_generalized_path=parse_path
     slime.ray.shards: process_rollout_data
 slime.utils.dp_schedule
     slime.batch.schedule: build_dp_schedule

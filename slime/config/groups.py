@@ -16,8 +16,8 @@ becomes ``--eval-interval N``. The option's type follows the annotation:
     list[T] | None               several values. With ``metadata["append"]`` repeated flags add up
     dict                         a JSON object
 
-Other metadata: ``flags`` (more spellings), ``metavar``, ``choices`` (names of a table), ``required``, ``derived`` (no
-flag: resolved from others), and the support of the flag:
+Other metadata: ``flags`` (more spellings), ``metavar``, ``choices`` (names of a table), ``joins_words`` (several words
+become one text), ``required``, ``derived`` (no flag: resolved from others), and the support of the flag:
 
     later      the missing feature: the flag parses, but a value other than the default is an error
     no_effect  the reason: accepted for the launch scripts that pass it. The plan lists it as ignored
@@ -192,9 +192,16 @@ def _option(item: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
         return option | {"choices": choices, "type": type(choices[0])}
     if "choices" in item.metadata:
         option["choices"] = tuple(item.metadata["choices"])
+    if item.metadata.get("joins_words"):
+        option |= {"nargs": "+", "action": _JoinWords}
     if inner not in (int, float, str):
         raise TypeError(f"field {item.name}: annotation {hint!r} has no command-line form")
     return option | {"type": inner}
+
+
+class _JoinWords(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, args: argparse.Namespace, values: Any, *_: Any) -> None:
+        setattr(args, self.dest, " ".join(values))
 
 
 def _strip_optional(hint: Any) -> tuple[Any, bool]:

@@ -12,7 +12,12 @@ class PromptDataArgs:
 
     prompt_data: str | None = field(
         default=None,
-        metadata={"help": "Training prompts, a .jsonl or .parquet file; FILE@[a:b] takes a slice of its rows."},
+        metadata={
+            "joins_words": True,
+            "metavar": "SOURCE",
+            "help": "Training prompts: a .jsonl or .parquet file, a folder of the package datasets, or ORG/NAME of the "
+            "Hub, each optionally with @[a:b], a slice of its rows. Several sources: NAME=SOURCE:WEIGHT ...",
+        },
     )
     input_key: str = field(
         default="input",

@@ -1,4 +1,4 @@
-"""Prompt files: JSONL and Parquet rows become prompts, loaded at once or as a stream.
+"""Rows become prompts, loaded at once or as a stream, from one source or a mixture.
 
 Called by the data source and by evaluation. Every error names file, line and key.
 
@@ -9,143 +9,24 @@ Called by the data source and by evaluation. Every error names file, line and ke
 
 from __future__ import annotations
 
-import codecs
 import functools
 import itertools
 import logging
 import random
-import re
-from collections.abc import Callable, Generator, Iterator
-from pathlib import Path
+from collections.abc import Callable, Generator, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from slime.data.prepare import Placed, Prepared, PromptMaker, Row, prepare, prompt_lengths
+from slime.data.rows import numbered_rows
 from slime.data.sample import Sample
-from slime.data.values import parse_json, plain_value
 from slime.utils.errors import DataError
 
 logger = logging.getLogger(__name__)
 
-_SLICE = re.compile(r"^(.*)@\[(-?\d*):(-?\d*)\]$", re.DOTALL)
-_SUFFIXES = (".jsonl", ".parquet")
 _FALLBACK_PROMPT_KEYS = {"input": ("prompt", "text"), "text": ("prompt", "input")}
 _DEFAULT_LABEL_KEY = "label"
-# Types of Parquet columns.
-_NOT_JSON = ("timestamp", "date", "time", "decimal", "duration")
 _NOT_MEASURED = "prompts are message lists, so none is dropped for its length; use --apply-chat-template"
-_CHECK_ALL_BELOW_BYTES = 64 * 1024**2
-
-
-class _MissingFile(DataError, FileNotFoundError):
-    """Both, because callers of ``read_file`` may catch either."""
-
-
-def parse_path(text: str) -> tuple[str, slice | None]:
-    """``data.jsonl@[10:-5]`` -> (``data.jsonl``, ``slice(10, -5)``). Anything else is a path without a slice."""
-    match = _SLICE.match(text)
-    if match is None or "-" in match.groups()[1:]:
-        return text, None
-    path, start, stop = match.groups()
-    return path, slice(int(start) if start else None, int(stop) if stop else None)
-
-
-def read_file(path: str) -> Iterator[Row]:
-    """The rows of a ``.jsonl`` or ``.parquet`` file, optionally of a slice of them (``path@[start:stop]``).
-
-    Raises:
-        DataError: no such file (also a FileNotFoundError), another format, or a line that is not a JSON object.
-    """
-    for _, row in numbered_rows(path):
-        yield row
-
-
-def check_prompt_file(flag: str, path: str) -> Iterator[str]:
-    """Problems of the file that ``flag`` names, found without a tokenizer. Of large files only row one is read."""
-    file = Path(parse_path(path)[0])
-    if file.suffix in _SUFFIXES and not file.is_file():
-        yield f"{flag} {path}: there is no such file."
-        return
-    try:
-        rows = numbered_rows(path)
-        is_small = file.stat().st_size < _CHECK_ALL_BELOW_BYTES
-        count = sum(1 for _ in (rows if is_small else itertools.islice(rows, 1)))
-    except (OSError, DataError, ImportError) as error:
-        yield f"{flag} {path}: {error}"
-    else:
-        if count == 0:
-            yield f"{flag} {path}: there is no row in it."
-
-
-def numbered_rows(path: str, on_problem: Callable[[DataError], None] | None = None) -> Iterator[tuple[str, Row]]:
-    """Rows with their place, for error messages.
-
-    Args:
-        on_problem: called with the error of each invalid line, which is then left out. None: the error is raised.
-    """
-    file, part = parse_path(path)
-    suffix = Path(file).suffix
-    if suffix not in _SUFFIXES:
-        raise DataError(f"{file}: prompt files must end in {' or '.join(_SUFFIXES)}")
-    if not Path(file).is_file():
-        raise _MissingFile(f"there is no file {file} (--prompt-data, --eval-prompt-data)")
-    rows = _jsonl_rows(file, on_problem) if suffix == ".jsonl" else _parquet_rows(file)
-    if part is None:
-        return rows
-    if (part.start or 0) >= 0 and (part.stop or 0) >= 0:
-        return itertools.islice(rows, part.start, part.stop)
-    return iter(list(rows)[part])  # negative bounds need the length
-
-
-def _jsonl_rows(file: str, on_problem: Callable[[DataError], None] | None) -> Iterator[tuple[str, Row]]:
-    with open(file, "rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if number == 1:
-                # Some editors write a byte order mark.
-                line = line.removeprefix(codecs.BOM_UTF8)
-            if not line.strip():
-                continue
-            where = f"{file}:{number}"
-            try:
-                row = _row(where, line)
-            except DataError as error:
-                if on_problem is None:
-                    raise
-                on_problem(error)
-            else:
-                yield where, row
-
-
-def _row(where: str, line: bytes) -> Row:
-    try:
-        text = line.decode()
-    except UnicodeDecodeError as error:
-        raise DataError(f"{where}: not UTF-8: {error.reason} at byte {error.start + 1} of the line") from None
-    row = parse_json(where, text)
-    if not isinstance(row, dict):
-        raise DataError(f"{where}: expected a JSON object, found {type(row).__name__}")
-    return row
-
-
-def _parquet_rows(file: str) -> Iterator[tuple[str, Row]]:
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError:
-        raise ImportError(f"{file}: reading Parquet needs pyarrow (pip install 'slime[parquet]')") from None
-    try:
-        table = parquet.ParquetFile(file)
-    except (OSError, ValueError, pyarrow.ArrowException) as error:
-        raise DataError(f"{file}: not a Parquet file: {error}") from None
-    # Converting every row is slow, so it is done only if a column needs it.
-    has_other_types = any(name in str(table.schema_arrow) for name in _NOT_JSON)
-    number = 0
-    try:
-        for batch in table.iter_batches():
-            for row in batch.to_pylist(maps_as_pydicts="strict"):
-                number += 1
-                yield f"{file} row {number}", plain_value(row) if has_other_types else row
-    except (OSError, ValueError, KeyError, pyarrow.ArrowException) as error:
-        raise DataError(f"{file}: cannot be read after row {number}: {error}") from None
 
 
 class Dataset:
@@ -448,3 +329,108 @@ class StreamingDataset:
             self._has_warned = True
             return True
         return prepared.num_tokens <= self._max_length
+
+
+def draw_rows(dataset: Any, epoch_id: int, offset: int, count: int, *, shuffles: bool) -> tuple[list[Sample], int, int]:
+    """The next ``count`` prompts of a :class:`Dataset` from a position on, and the position after them."""
+    drawn: list[Sample] = []
+    while len(drawn) < count:
+        if offset >= len(dataset):
+            epoch_id, offset = epoch_id + 1, 0
+        if shuffles:
+            dataset.shuffle(epoch_id)  # cheap if it is in this order
+        part = dataset.samples[offset : offset + count - len(drawn)]
+        offset += len(part)
+        drawn += part
+    return drawn, epoch_id, offset
+
+
+class LoadedStream:
+    """A :class:`Dataset` with the interface of :class:`StreamingDataset`."""
+
+    def __init__(self, dataset: Dataset, *, shuffles: bool) -> None:
+        self.dataset = dataset
+        self._shuffles = shuffles
+        self.epoch_id = self.offset = 0
+
+    def draw(self, count: int) -> list[Sample]:
+        drawn, self.epoch_id, self.offset = draw_rows(
+            self.dataset, self.epoch_id, self.offset, count, shuffles=self._shuffles
+        )
+        return drawn
+
+    def seek(self, epoch_id: int, offset: int) -> None:
+        self.epoch_id, self.offset = epoch_id, offset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+
+@dataclass
+class _Part:
+    stream: StreamingDataset | LoadedStream
+    share: float
+    credit: float = 0.0
+
+
+class Mixture:
+    """An endless stream of prompts from several sources, each with a share of the draws.
+
+    Each source comes in the order that it would have alone, with epochs of its size. After any number of draws each
+    source was drawn as often as its share demands, up to one draw (smooth weighted round-robin: a draw gives every
+    source a credit of its share, and takes 1 from the one with the largest credit). The order depends neither on the
+    number of prompts per draw nor on interruptions.
+
+    Attributes:
+        epoch_id: 0. Only the sources have epochs.
+        offset: prompts that were drawn.
+    """
+
+    epoch_id = 0
+
+    def __init__(self, sources: Mapping[str, tuple[float, StreamingDataset | LoadedStream]]) -> None:
+        """
+        Args:
+            sources: name -> weight and prompts.
+        """
+        total = sum(weight for weight, _ in sources.values())
+        self._parts = {name: _Part(stream, weight / total) for name, (weight, stream) in sources.items()}
+        self.offset = 0
+
+    def draw(self, count: int) -> list[Sample]:
+        """The next ``count`` prompts. ``metadata["source_name"]`` is the name of the source."""
+        chosen = [self._next() for _ in range(count)]
+        drawn = {name: iter(self._parts[name].stream.draw(chosen.count(name))) for name in dict.fromkeys(chosen)}
+        self.offset += count
+        return [_labeled(next(drawn[name]), name) for name in chosen]
+
+    def _next(self) -> str:
+        for part in self._parts.values():
+            part.credit += part.share
+        name = max(self._parts, key=lambda name: self._parts[name].credit)  # of equal ones the first
+        self._parts[name].credit -= 1
+        return name
+
+    def state(self) -> dict[str, Any]:
+        """Positions and credits, as JSON values."""
+        return {
+            name: {"epoch_id": part.stream.epoch_id, "offset": part.stream.offset, "credit": part.credit}
+            for name, part in self._parts.items()
+        }
+
+    def restore(self, state: Mapping[str, Any], offset: int) -> None:
+        """Continue at a state. A source that it lacks starts at its first row."""
+        self.offset = offset
+        for name, part in self._parts.items():
+            known = state.get(name, {})
+            part.stream.seek(known.get("epoch_id", 0), known.get("offset", 0))
+            part.credit = known.get("credit", 0.0)
+
+    def __len__(self) -> int:
+        """Prompts of all sources. 0 if they are read during the run."""
+        return sum(len(part.stream) for part in self._parts.values() if isinstance(part.stream, LoadedStream))
+
+
+def _labeled(sample: Sample, name: str) -> Sample:
+    sample.metadata.setdefault("source_name", name)
+    return sample

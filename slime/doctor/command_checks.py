@@ -18,12 +18,14 @@ from slime.config.plan.layout import PlanError
 from slime.config.plan.render import size
 from slime.config.plan.shape import read_shape
 from slime.data.chat import load_tokenizer, render_chat
-from slime.data.prompts import prompt_key_of, read_file
+from slime.data.prompts import prompt_key_of
+from slime.data.rows import read_file
 from slime.doctor import Finding, Situation, fail, ok, warn
 from slime.hooks.load import check_hooks
 from slime.hooks.protocols import HOOKS
 from slime.models.shape import ModelShape
 from slime.utils.errors import DataError
+from slime.utils.prompt_sources import parse_sources
 
 
 def arguments(situation: Situation) -> Iterator[Finding]:
@@ -181,7 +183,8 @@ def first_row(situation: Situation) -> Iterator[Finding]:
     if args is None:
         return
     if args.prompt_data is not None and args.load_debug_rollout_data is None:
-        yield from _row("--prompt-data", args.prompt_data, args)
+        for source in parse_sources(args.prompt_data):
+            yield from _row(f"--prompt-data {source.name}".rstrip(), source.path, args)
     for dataset in vars(args).get("eval_datasets") or ():
         yield from _row(f"evaluation {dataset.name}", dataset.path, args)
 

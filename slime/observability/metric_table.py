@@ -142,6 +142,7 @@ _ROLLOUT = (
     ),
     _M("rollout/correct_entropy", "entropy in right responses", "nats", "right samples", "--log-correct-samples"),
     _M("rollout/raw_reward", "reward as the grader gave it", "", _SAMPLES),
+    _M("rollout/source/*/raw_reward", "the same of one source of prompts", "", _SAMPLES, "several --prompt-data"),
     _M("rollout/rewards", "after group normalisation", "", _SAMPLES),
     _M("rollout/response_lengths", "response tokens", "tokens", _SAMPLES),
     _M("rollout/total_lengths", "prompt and response tokens", "tokens", _SAMPLES),

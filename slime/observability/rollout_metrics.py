@@ -24,6 +24,7 @@ from slime.observability.metric_utils import (
     request_metrics,
 )
 from slime.utils.errors import ConfigError, DataError
+from slime.utils.prompt_sources import parse_sources
 
 if TYPE_CHECKING:
     from slime.data.sample import Sample
@@ -78,6 +79,7 @@ def log_rollout_data(
         metrics |= dict_add_prefix(_correct_samples(samples, raw, args.rollout_max_response_len), "rollout/")
     metrics |= dict_add_prefix(_weight_version_lag(rollout_id, samples), "rollout/weight_version_lag/")
     metrics |= dict_add_prefix(_token_counts(samples, trained, metrics), "rollout/")
+    metrics |= _rewards_by_source(args, samples)
     if args.log_multi_turn and samples:
         metrics |= dict_add_prefix(_multi_turn(samples, trained, args.rollout_max_response_len), "multi_turn/")
     if args.log_passrate:
@@ -225,6 +227,17 @@ def _raw_reward(args: Namespace, sample: Sample) -> Any:
     """The grader's reward, before a user's shaping."""
     reward = sample.metadata.get("raw_reward") if sample.metadata else None
     return sample.get_reward_value(args) if reward is None else reward
+
+
+def _rewards_by_source(args: Namespace, samples: Sequence[Sample]) -> dict[str, float]:
+    """``rollout/source/<name>/raw_reward`` of each source of ``--prompt-data`` that has a name."""
+    names = {source.name for source in parse_sources(vars(args).get("prompt_data") or "")} - {""}
+    rewards: dict[str, list[Any]] = defaultdict(list)
+    for sample in samples if names else ():
+        if (name := (sample.metadata or {}).get("source_name")) in names:
+            rewards[name].append(_raw_reward(args, sample))
+    means = {name: mean_reward(values) for name, values in rewards.items()}
+    return {f"rollout/source/{name}/raw_reward": value for name, mean in means.items() for value in mean.values()}
 
 
 def mean_reward(rewards: Sequence[Any]) -> dict[str, float]:

@@ -10,18 +10,18 @@ import abc
 import contextlib
 import functools
 import logging
+import os
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from slime.data.chat import load_tokenizer
-from slime.data.media import load_processor
-from slime.data.prompts import Dataset, StreamingDataset, open_prompts, parse_path
+from slime.data.prompts import Dataset, Mixture, StreamingDataset, draw_rows
 from slime.data.sample import Sample, SampleGroup, as_groups, iter_samples
 from slime.hooks.load import can_be_called, load_function, parameter_names
 from slime.rollout.base_types import complete_args
 from slime.rollout.failures import fresh_copy
+from slime.rollout.prompt_data import load_dataset, open_stream
 from slime.rollout.source_state import (
     FIX,
     changes,
@@ -33,6 +33,7 @@ from slime.rollout.source_state import (
     write_state,
 )
 from slime.utils.errors import DataError
+from slime.utils.prompt_sources import has_names, parse_path
 
 __all__ = ["DataSource", "RolloutDataSource", "RolloutDataSourceWithBuffer", "make_data_source", "pop_first"]
 
@@ -100,12 +101,17 @@ class RolloutDataSource(DataSource):
 
     @functools.cached_property
     def dataset(self) -> Dataset | None:
-        return _load_dataset(self.args) if self._reads_prompts and not self.args.streaming_data else None
+        return load_dataset(self.args) if self._reads_prompts and not self._is_stream else None
 
     @functools.cached_property
-    def stream(self) -> StreamingDataset | None:
-        is_stream = self._reads_prompts and self.args.streaming_data and vars(self).get("dataset") is None
-        return _open_stream(self.args) if is_stream else None
+    def stream(self) -> StreamingDataset | Mixture | None:
+        """Of ``--streaming-data``, or of several sources."""
+        is_stream = self._reads_prompts and self._is_stream and vars(self).get("dataset") is None
+        return open_stream(self.args) if is_stream else None
+
+    @property
+    def _is_stream(self) -> bool:
+        return self.args.streaming_data or has_names(self.args.prompt_data)
 
     @functools.cached_property
     def metadata(self) -> dict[str, Any]:
@@ -131,18 +137,11 @@ class RolloutDataSource(DataSource):
         if self.dataset is None:
             # Without prompt data a custom generate function makes its prompts.
             return [Sample() for _ in range(count)]
-        self._shuffle()
         if len(self.dataset) == 0:
             raise DataError(f"--prompt-data {self.args.prompt_data}: there is no prompt to draw")
-        drawn: list[Sample] = []
-        while len(drawn) < count:
-            if self.sample_offset >= len(self.dataset):
-                self.epoch_id += 1
-                self.sample_offset = 0
-                self._shuffle()
-            part = self.dataset.samples[self.sample_offset : self.sample_offset + count - len(drawn)]
-            self.sample_offset += len(part)
-            drawn += part
+        drawn, self.epoch_id, self.sample_offset = draw_rows(
+            self.dataset, self.epoch_id, self.sample_offset, count, shuffles=self.args.rollout_shuffle
+        )
         return drawn
 
     def _group(self, prompt: Sample) -> SampleGroup:
@@ -159,6 +158,8 @@ class RolloutDataSource(DataSource):
         raise RuntimeError(f"{type(self).__name__} is read-only: groups can be returned to a source with a buffer only")
 
     def __len__(self) -> int:
+        if isinstance(self.stream, Mixture):
+            return len(self.stream)
         return 0 if self.dataset is None else len(self.dataset)  # a stream does not know
 
     def get_metadata(self) -> dict[str, Any]:
@@ -188,13 +189,16 @@ class RolloutDataSource(DataSource):
         logger.info("prompts continue at row %d of epoch %d (%s)", self.sample_offset, self.epoch_id, path.name)
 
     def _state(self) -> dict[str, Any]:
-        counters = {name: getattr(self, name) for name in _COUNTERS}
-        return counters | {"metadata": self.metadata, "data": self._fingerprint}
+        state: dict[str, Any] = {name: getattr(self, name) for name in _COUNTERS}
+        if isinstance(self.stream, Mixture):
+            state["sources"] = self.stream.state()
+        return state | {"metadata": self.metadata, "data": self._fingerprint}
 
     @functools.cached_property
     def _fingerprint(self) -> dict[str, Any] | None:
-        """None if ``--prompt-data`` names no file: a subclass may read something else under that name."""
-        if not self._reads_prompts or not Path(parse_path(self.args.prompt_data)[0]).is_file():
+        """None if this class has not read ``--prompt-data``: a subclass may read something else under that name."""
+        has_read = vars(self).get("dataset") is not None or vars(self).get("stream") is not None
+        if not self._reads_prompts or not (has_read or os.path.isfile(parse_path(self.args.prompt_data)[0])):
             return None
         return fingerprint(self.args, None if self.stream is not None else len(self))
 
@@ -232,7 +236,9 @@ class RolloutDataSource(DataSource):
         for name in _COUNTERS:
             setattr(self, name, state.get(name, 0))
         self.metadata = state.get("metadata", {})
-        if self.stream is not None:
+        if isinstance(self.stream, Mixture):
+            self.stream.restore(state.get("sources", {}), self.sample_offset)
+        elif self.stream is not None:
             self.stream.seek(self.epoch_id, self.sample_offset)
         self._shuffle()
 
@@ -308,7 +314,7 @@ def make_data_source(maker: Callable[..., Any], args: Namespace) -> Any:
     """
     complete_args(args)
     if parameter_names(maker)[:2] == ["dataset", "args"]:
-        dataset = None if args.prompt_data is None else _load_dataset(args)
+        dataset = None if args.prompt_data is None else load_dataset(args)
         source = maker(dataset, args)
     else:
         source = maker(args) if can_be_called(maker, ("args",)) else maker()
@@ -316,54 +322,6 @@ def make_data_source(maker: Callable[..., Any], args: Namespace) -> Any:
         with contextlib.suppress(AttributeError):  # an object with __slots__ does without
             source.args = args
     return source
-
-
-def _load_dataset(args: Namespace) -> Dataset:
-    tokenizer = load_tokenizer(args.hf_checkpoint, trust_remote_code=True)
-    return Dataset(
-        args.prompt_data,
-        tokenizer,
-        _processor(args),
-        args.rollout_max_prompt_len,
-        seed=args.rollout_seed,
-        num_workers=args.num_data_workers,
-        **_row_settings(args),
-    )
-
-
-def _open_stream(args: Namespace) -> StreamingDataset:
-    tokenizer = load_tokenizer(args.hf_checkpoint, trust_remote_code=True)
-    limit = args.rollout_max_prompt_len
-    maker, read = open_prompts(
-        args.prompt_data, tokenizer, processor=_processor(args), max_length=limit, **_row_settings(args)
-    )
-    return StreamingDataset(
-        read,
-        maker,
-        name=f"--prompt-data {args.prompt_data}",
-        max_length=args.rollout_max_prompt_len,
-        seed=args.rollout_seed,
-        shuffles=args.rollout_shuffle,
-        num_workers=args.num_data_workers,
-    )
-
-
-def _processor(args: Namespace) -> Any:
-    return None if args.multimodal_keys is None else load_processor(args.hf_checkpoint, trust_remote_code=True)
-
-
-def _row_settings(args: Namespace) -> dict[str, Any]:
-    return {
-        "multimodal_keys": args.multimodal_keys,
-        "skips_bad_lines": args.skip_bad_lines,
-        "special_tokens_as_text": args.special_tokens_as_text,
-        "prompt_key": args.input_key,
-        "label_key": args.label_key,
-        "metadata_key": args.metadata_key,
-        "tool_key": args.tool_key,
-        "apply_chat_template": args.apply_chat_template,
-        "apply_chat_template_kwargs": args.apply_chat_template_kwargs,
-    }
 
 
 def pop_first(args: Any, rollout_id: Any, buffer: list[SampleGroup], num_samples: int) -> list[SampleGroup]:

@@ -13,11 +13,13 @@ from collections.abc import Iterator
 from slime.config import notices
 from slime.config.check.generation import MEDIA
 from slime.data.arguments import PromptDataArgs
-from slime.data.prompts import check_prompt_file, open_prompts, parse_path, prompt_key_of, read_file
+from slime.data.prompts import open_prompts, prompt_key_of
+from slime.data.rows import check_prompt_file, read_file
 from slime.hooks.load import check_hooks, load_function
 from slime.rollout.arguments import DEFAULT_ROLLOUT_FUNCTION
 from slime.rollout.eval_config import EvalDatasetConfig, unused_fields
 from slime.utils.errors import ConfigError, DataError
+from slime.utils.prompt_sources import parse_path, parse_sources
 
 FULLY_ASYNC = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
 _REPLAY = "slime.rollout.forge_load.generate_rollout"
@@ -43,6 +45,10 @@ def _first_row(path: str) -> dict[str, object] | None:
         return None
 
 
+def _paths(args: Namespace) -> list[str]:
+    return [source.path for source in parse_sources(args.prompt_data)]
+
+
 def _reads_prompts(args: Namespace) -> bool:
     """Whether slime's own data source reads ``--prompt-data``."""
     is_ours = args.data_source_path == PromptDataArgs().data_source_path
@@ -61,23 +67,25 @@ def _generates_from_text(args: Namespace) -> bool:
 
 def reward_type(args: Namespace) -> None:
     """Grade answers as mathematics if rows have labels and no flag or row names a kind of reward."""
-    row = _row_without_reward_type(args)
-    if row is not None and row.get(args.label_key or "label") is not None:
+    rows = [row for _, row in _rows_without_reward_type(args)]
+    if rows and all(row.get(args.label_key or "label") is not None for row in rows):
         args.rm_type = "math"
         notices.warn(args, "--rm-type", "neither it nor --custom-rm-path is given: answers are graded as mathematics")
 
 
-def _row_without_reward_type(args: Namespace) -> dict[str, object] | None:
-    """The first row of ``--prompt-data`` if slime must score it and neither a flag nor the row names a reward."""
+def _rows_without_reward_type(args: Namespace) -> Iterator[tuple[str, dict[str, object]]]:
+    """Path and first row of each source that slime must score, if neither a flag nor the row names a reward."""
     generates = not args.debug_train_only and args.loss_type != "sft_loss"
     is_ours = args.rollout_function_path == DEFAULT_ROLLOUT_FUNCTION
     if not (generates and is_ours and args.rm_type is None and args.custom_rm_path is None):
-        return None
+        return
     if args.prompt_data is None or not args.rollout_global_dataset:
-        return None
-    row = _first_row(args.prompt_data)
-    metadata = row.get(args.metadata_key) if row is not None else None
-    return None if isinstance(metadata, dict | str) and "rm_type" in metadata else row
+        return
+    for path in _paths(args):
+        row = _first_row(path)
+        metadata = row.get(args.metadata_key) if row is not None else None
+        if row is not None and not (isinstance(metadata, dict | str) and "rm_type" in metadata):
+            yield path, row
 
 
 def _rewards(args: Namespace) -> Iterator[str]:
@@ -92,9 +100,9 @@ def _rewards(args: Namespace) -> Iterator[str]:
     if args.rm_type is not None and args.rm_type.removeprefix("boxed_") == "remote_rm" and args.rm_url is None:
         yield "--rm-type remote_rm needs --rm-url, the address of the service."
     # A generate function may score its own samples.
-    if args.custom_generate_function_path is None and _row_without_reward_type(args) is not None:
+    for path, _ in _rows_without_reward_type(args) if args.custom_generate_function_path is None else ():
         yield (
-            f"--rm-type is required: the first row of --prompt-data {args.prompt_data} has neither a label nor "
+            f"--rm-type is required: the first row of --prompt-data {path} has neither a label nor "
             f"metadata.rm_type, so the reward of a response is undefined. Give --rm-type or --custom-rm-path."
         )
 
@@ -106,11 +114,9 @@ def chat_template(args: Namespace) -> None:
     """Use the chat template for prompts that are messages, if slime generates from them."""
     if args.apply_chat_template or not _generates_from_text(args) or not _reads_prompts(args):
         return
-    try:
-        row = next(iter(read_file(args.prompt_data)), {})
-    except _UNREADABLE:
-        return
-    if args.multimodal_keys is not None or isinstance(row.get(prompt_key_of(row, args.input_key) or ""), list):
+    rows = [row for row in map(_first_row, _paths(args)) if row is not None]
+    messages = (isinstance(row.get(prompt_key_of(row, args.input_key) or ""), list) for row in rows)
+    if rows and (args.multimodal_keys is not None or any(messages)):
         args.apply_chat_template = True
         text = "not given, but prompts are lists of messages: the template is used"
         notices.warn(args, "--apply-chat-template", text)
@@ -118,16 +124,19 @@ def chat_template(args: Namespace) -> None:
 
 def _files(args: Namespace) -> Iterator[str]:
     if args.prompt_data is not None and args.load_debug_rollout_data is None and args.rollout_global_dataset:
-        yield from check_prompt_file("--prompt-data", args.prompt_data)
+        for path in _paths(args):
+            yield from check_prompt_file("--prompt-data", path)
     for dataset in args.eval_datasets:
         yield from check_prompt_file(_at(dataset, "path"), dataset.path)
 
 
 def _stream(args: Namespace) -> Iterator[str]:
-    part = parse_path(args.prompt_data)[1] if args.streaming_data and args.prompt_data is not None else None
-    if part is not None and min(part.start or 0, part.stop or 0) < 0:
+    for path in _paths(args) if args.streaming_data and args.prompt_data is not None else ():
+        part = parse_path(path)[1]
+        if part is None or min(part.start or 0, part.stop or 0) >= 0:
+            continue
         yield (
-            f"--prompt-data {args.prompt_data}: a slice from the end needs the length of the file, which "
+            f"--prompt-data {path}: a slice from the end needs the length of the file, which "
             "--streaming-data does not know: give a slice without negative bounds."
         )
 
@@ -136,7 +145,8 @@ def _training_rows(args: Namespace) -> Iterator[str]:
     if _reads_prompts(args):
         keys = (args.input_key, args.label_key, args.tool_key)
         needs_text = _generates_from_text(args) and not args.apply_chat_template
-        yield from _check_row("--prompt-data", args.prompt_data, keys, needs_text=needs_text)
+        for path in _paths(args):
+            yield from _check_row("--prompt-data", path, keys, needs_text=needs_text)
 
 
 def _evaluation_rows(args: Namespace) -> Iterator[str]:
@@ -186,7 +196,8 @@ def _epoch(args: Namespace) -> Iterator[str]:
         return
     try:
         # Reads no further than necessary: data files may be large.
-        found = sum(1 for _ in itertools.islice(read_file(args.prompt_data), max(0, wanted)))
+        rows = itertools.chain.from_iterable(map(read_file, _paths(args)))
+        found = sum(1 for _ in itertools.islice(rows, max(0, wanted)))
     except _UNREADABLE:
         return
     if 0 < found < wanted:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import pickle
 from argparse import Namespace
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from slime.data.media import media_from_state, media_to_state
-from slime.data.prompts import parse_path
+from slime.data.rows import identity
 from slime.data.sample import Sample, SampleGroup, iter_samples
 from slime.utils.errors import DataError
 from slime.utils.files import replacing
+from slime.utils.prompt_sources import parse_sources
 
 FIX = "delete it to start from the first prompt"
 
@@ -109,40 +110,60 @@ def read_state(path: Path) -> dict[str, Any] | None:
 
 # The order of prompts: its fingerprint is kept in the data state, and compared when a run is resumed.
 #
-# Called by the data source. A position (epoch, row) means the same prompt only if the file and these settings are the
-# same. The digest covers the whole file up to 64 MiB. Of a larger file it covers 64 blocks of 1 MiB at equal distances,
-# with the first and the last block: an edit between the blocks that keeps the size is not noticed. The cost is to read
-# at most 64 MiB, once per start.
+# Called by the data source. A position (epoch, row) means the same prompt only if the sources and these settings are
+# the same.
 
-_BLOCK = 1024**2
-_NUM_BLOCKS = 64
 _ORDER = ("streaming_data", "rollout_shuffle", "n_samples_per_prompt")
 _OTHER = ("seed", "rollout_seed", "input_key", "label_key", "apply_chat_template", "rollout_max_prompt_len")
 
 
-def fingerprint(args: Namespace, num_prompts: int | None) -> dict[str, Any]:
+def fingerprint(args: Namespace, num_prompts: int | None) -> dict[str, Any] | None:
     """Fingerprint of ``--prompt-data`` and of the flags that decide the order, as JSON values.
 
     Args:
         num_prompts: in one epoch, without those that are too long. None for a stream.
+
+    Returns:
+        None if ``--prompt-data`` names something that cannot be read here.
     """
-    path, part = parse_path(args.prompt_data)
-    bounds = None if part is None else [part.start, part.stop]
+    sources = parse_sources(args.prompt_data)
+    found = [identity(source.path) for source in sources]
+    if None in found:
+        return None
     flags = {name: getattr(args, name, None) for name in (*_ORDER, *_OTHER)}
-    return {"size": Path(path).stat().st_size, "digest": _digest(Path(path)), "slice": bounds} | {
-        "prompts": num_prompts,
-        "flags": flags,
-    }
+    result = {"prompts": num_prompts, "flags": flags}
+    if len(found) == 1 and not sources[0].name:
+        return (found[0] or {}) | result
+    named = zip(sources, found, strict=True)
+    return {"sources": {source.name: (known or {}) | {"weight": source.weight} for source, known in named}} | result
+
+
+def _source_changes(what: str, old: dict[str, Any], new: dict[str, Any]) -> Iterator[str]:
+    if (old.get("size"), old.get("digest")) != (new.get("size"), new.get("digest")):
+        yield f"the content of {what} (it had {_sized(old)}, now it has {_sized(new)})"
+    if old.get("slice") != new.get("slice"):
+        yield f"the slice of {what} (it was {old.get('slice')}, now it is {new.get('slice')})"
+    if old.get("weight") != new.get("weight"):
+        yield f"the weight of {what} (it was {old.get('weight')}, now it is {new.get('weight')})"
+
+
+def _sized(source: dict[str, Any]) -> str:
+    return f"{source.get('size')} {source.get('unit', 'bytes')}"
 
 
 def changes(old: dict[str, Any], new: dict[str, Any]) -> tuple[list[str], list[str]]:
     """Differences between ``old`` and ``new``: those that change the order of prompts, and the others."""
     order: list[str] = []
     other: list[str] = []
-    if (old.get("size"), old.get("digest")) != (new["size"], new["digest"]):
-        order.append(f"the content of --prompt-data (it had {old.get('size')} bytes, now it has {new['size']})")
-    if old.get("slice") != new["slice"]:
-        order.append(f"the slice of --prompt-data (it was {old.get('slice')}, now it is {new['slice']})")
+    old_sources, new_sources = old.get("sources", {}), new.get("sources", {})
+    if list(old_sources) != list(new_sources):
+        order.append(
+            f"the sources of --prompt-data (they were {_names(old_sources)}, now they are {_names(new_sources)})"
+        )
+    else:
+        order += _source_changes("--prompt-data", old, new)
+        for name, source in new_sources.items():
+            order += _source_changes(f"source {name} of --prompt-data", old_sources[name], source)
     # A changed file or slice changes this number too, and is already reported.
     if not order and old.get("prompts") != new["prompts"] and None not in (old.get("prompts"), new["prompts"]):
         order.append(f"the number of usable prompts (it was {old.get('prompts')}, now it is {new['prompts']})")
@@ -156,14 +177,5 @@ def changes(old: dict[str, Any], new: dict[str, Any]) -> tuple[list[str], list[s
     return order, other
 
 
-def _digest(path: Path) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    size = path.stat().st_size
-    step = (size - _BLOCK) / (_NUM_BLOCKS - 1)
-    is_small = size <= _NUM_BLOCKS * _BLOCK
-    starts = range(0, size, _BLOCK) if is_small else (int(step * i) for i in range(_NUM_BLOCKS))
-    with path.open("rb") as file:
-        for start in starts:
-            file.seek(start)
-            digest.update(file.read(_BLOCK))
-    return digest.hexdigest()
+def _names(sources: dict[str, Any]) -> str:
+    return ", ".join(sources) or "one without a name"

@@ -13,7 +13,6 @@ from typing import Literal
 
 from slime.config.groups import with_values
 from slime.data.chat import load_tokenizer, render_chat
-from slime.data.prompts import parse_path
 from slime.data.sample import Sample
 from slime.hooks.load import check_hooks, load_function
 from slime.hooks.protocols import HOOKS, Hook
@@ -24,6 +23,7 @@ from slime.testing.checks import CHECKS, SIGNATURE_ONLY, TRAINER_CHECKS, Call
 from slime.testing.fakes import GROUP_SIZE, QUESTION, pretend_engine
 from slime.utils.async_utils import call_in_thread, run, user_frames
 from slime.utils.errors import ConfigError, SlimeError
+from slime.utils.prompt_sources import parse_path, parse_sources
 
 _NEEDS_ENGINE = ("custom_generate_function_path", "rollout_function_path", "eval_function_path")
 _NEEDS_DATA = {"data_source_path": "prompt_data", "eval_function_path": "eval_datasets"}
@@ -155,9 +155,10 @@ def _first_row(args: Namespace) -> Sample:
     """Return the first row of the run's data, or a made-up question without data or tokenizer."""
     if not args.prompt_data or not args.hf_checkpoint:
         return QUESTION
-    path, rows = parse_path(args.prompt_data)
+    source = parse_sources(args.prompt_data)[0].path
+    path, rows = parse_path(source)
     # one row is read, not the whole data set
-    first = with_values(args, prompt_data=path if rows else f"{path}@[0:1]", streaming_data=False)
+    first = with_values(args, prompt_data=source if rows else f"{path}@[0:1]", streaming_data=False)
     ((sample, *_),) = RolloutDataSource(first).get_samples(1)
     assert isinstance(sample, Sample)
     return sample

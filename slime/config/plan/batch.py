@@ -7,6 +7,7 @@ from argparse import Namespace
 from dataclasses import dataclass
 
 from slime.config.plan.layout import Layout, number, read
+from slime.utils.prompt_sources import has_names, parse_path, parse_sources
 
 __all__ = ["BatchPlan", "plan_batch"]
 
@@ -21,7 +22,8 @@ class BatchPlan:
     Attributes:
         micro_batches: per rank and step with a fixed micro-batch size; None with a token budget.
         token_budget: most tokens of a micro-batch over all context-parallel ranks. None without --use-dynamic-...
-        num_prompts: rows of the prompt file, if counting them is cheap.
+        num_prompts: rows of the prompt data, if counting them is cheap.
+        sources: name, path, rows and share of the draws, if there are several sources.
         num_rollouts: of the whole run, None if unknown.
     """
 
@@ -41,6 +43,7 @@ class BatchPlan:
     num_prompts: int | None
     num_rollouts: int | None
     run_length: str
+    sources: tuple[tuple[str, str, int | None, float], ...] = ()
 
 
 def plan_batch(args: Namespace, layout: Layout) -> BatchPlan:
@@ -51,7 +54,9 @@ def plan_batch(args: Namespace, layout: Layout) -> BatchPlan:
     global_batch = number(args, "global_batch_size", samples)
     budget = read(args, "max_tokens_per_gpu") if read(args, "use_dynamic_batch_size") else None
     size = None if budget else number(args, "micro_batch_size", 1)
-    rows = _num_rows(read(args, "prompt_data"))
+    sources = _sources(read(args, "prompt_data"))
+    counts = [count for _, _, count, _ in sources]
+    rows = None if None in counts or not counts else sum(count or 0 for count in counts)
     rollouts, why = _num_rollouts(args, rows, prompts)
     return BatchPlan(
         prompts=prompts,
@@ -71,6 +76,7 @@ def plan_batch(args: Namespace, layout: Layout) -> BatchPlan:
         num_prompts=rows,
         num_rollouts=rollouts,
         run_length=why,
+        sources=sources if has_names(read(args, "prompt_data") or "") else (),
     )
 
 
@@ -86,11 +92,27 @@ def _num_rollouts(args: Namespace, rows: int | None, prompts: int) -> tuple[int 
     return epochs * (rows // prompts), f"--num-epoch {epochs} x ({rows} rows // {prompts} prompts)"
 
 
-def _num_rows(path: str | None) -> int | None:
-    """Lines of a small .jsonl file. None for a large file and for Parquet."""
-    if path is None or not path.endswith(".jsonl") or not os.path.isfile(path):
+def _sources(prompt_data: str | None) -> tuple[tuple[str, str, int | None, float], ...]:
+    found = parse_sources(prompt_data) if prompt_data else []
+    total = sum(source.weight for source in found)
+    return tuple((source.name, source.path, _num_rows(source.path), source.weight / total) for source in found)
+
+
+def _num_rows(path: str) -> int | None:
+    """Rows of a Parquet file or a small .jsonl file, or of a slice of them. None for a large file and a data set."""
+    file, part = parse_path(path)
+    if not os.path.isfile(file):
         return None
-    if os.path.getsize(path) > _COUNT_LINES_BELOW_BYTES:
+    if file.endswith(".parquet"):
+        try:
+            from pyarrow import parquet
+
+            count = parquet.read_metadata(file).num_rows
+        except (ImportError, OSError, ValueError):  # the checks report it
+            return None
+    elif file.endswith(".jsonl") and os.path.getsize(file) <= _COUNT_LINES_BELOW_BYTES:
+        with open(file, "rb") as lines:
+            count = sum(1 for line in lines if line.strip())
+    else:
         return None
-    with open(path, "rb") as lines:
-        return sum(1 for line in lines if line.strip())
+    return len(range(count)[part]) if part else count

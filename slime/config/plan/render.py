@@ -107,6 +107,9 @@ def _batch(batch: BatchPlan) -> Iterable[RenderableType]:
         table.add_row("at most", f"{batch.samples * batch.max_response:,} response tokens per rollout")
     if batch.over_sampling > batch.prompts:
         table.add_row("over-sampling", f"{batch.over_sampling} prompts are asked at once, {batch.prompts} are kept")
+    for name, path, rows, part in batch.sources:
+        size = "" if rows is None else f", {rows:,} rows"
+        table.add_row(f"source {name}", f"{part:.1%} of the prompts{size}: {path}")
     table.add_row("run", _run_length(batch))
     yield table
 

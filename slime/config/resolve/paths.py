@@ -6,17 +6,17 @@
 from __future__ import annotations
 
 import os
-import re
 import time
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from slime.config import notices
 from slime.config.groups import flag_of
 from slime.utils.errors import ConfigError
+from slime.utils.prompt_sources import absolute_source, format_sources, parse_path, parse_sources
 
 _NAMES = ("experiment_name", "tb_experiment_name")
 # Bytes of a file name, on the file systems of Linux.
@@ -37,12 +37,12 @@ def absolute_paths(args: Namespace) -> None:
     for flag in PATH_FLAGS:
         value = vars(args)[flag.name]
         if isinstance(value, str):
-            setattr(args, flag.name, absolute(value))
+            setattr(args, flag.name, _absolute_sources(value) if flag.name == "prompt_data" else absolute(value))
     if args.eval_prompt_data and len(args.eval_prompt_data) == 1:
-        args.eval_prompt_data = [absolute(args.eval_prompt_data[0])]
+        args.eval_prompt_data = [absolute_source(args.eval_prompt_data[0])]
     elif args.eval_prompt_data and len(args.eval_prompt_data) % 2 == 0:
         pairs = args.eval_prompt_data
-        args.eval_prompt_data = [absolute(item) if i % 2 else item for i, item in enumerate(pairs)]
+        args.eval_prompt_data = [absolute_source(item) if i % 2 else item for i, item in enumerate(pairs)]
     for name, value in vars(args).items():
         if name.endswith("_path"):  # functions in files
             setattr(args, name, absolute_hook(value))
@@ -185,9 +185,6 @@ def _holds_checkpoint(path: str) -> bool:
 # ---- the list of path flags: read by the steps above, the rules that compare paths, roles and the plan. Functions in
 # files (``--custom-rm-path rewards.py:reward``) are not listed: they end in ``_path`` and are only read.
 
-# ``data.jsonl@[0:100]``: the slice is not a part of the path.
-_SLICE = re.compile(r"@\[[^\]]*\]$")
-
 
 @dataclass(frozen=True)
 class PathFlag:
@@ -261,18 +258,24 @@ def used_paths(args: Namespace) -> Iterator[UsedPath]:
     for flag in PATH_FLAGS:
         for given in given_paths(flag, vars(args).get(flag.name)):
             # realpath: two names of one directory must compare as equal.
-            yield UsedPath(flag, given, os.path.realpath(_SLICE.sub("", given)))
+            yield UsedPath(flag, given, os.path.realpath(parse_path(given)[0]))
 
 
 def given_paths(flag: PathFlag, value: Any) -> list[str]:
     """The paths in the value of ``flag``."""
     paths = _eval_files(value) if flag.name == "eval_prompt_data" else [value]
+    if flag.name == "prompt_data" and value:
+        paths = [source.path for source in parse_sources(value)]
     return [path for path in paths if path]
 
 
 def absolute(path: str) -> str:
     """The empty path stays empty, so that a rule can report it."""
     return path and os.path.abspath(os.path.expanduser(path))
+
+
+def _absolute_sources(value: str) -> str:
+    return format_sources([replace(source, path=absolute_source(source.path)) for source in parse_sources(value)])
 
 
 def absolute_hook(value: Any) -> Any:

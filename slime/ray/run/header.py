@@ -15,6 +15,7 @@ from slime.observability.terminal import TERMINAL
 from slime.observability.tracking import run_directory
 from slime.utils import accelerator
 from slime.utils.errors import ConfigError
+from slime.utils.prompt_sources import parse_sources
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,10 @@ class HeaderArgs:
 
     @property
     def task(self) -> str | None:
-        return None if self.prompt_data is None else PurePath(self.prompt_data.partition("@")[0]).stem
+        if self.prompt_data is None:
+            return None
+        sources = parse_sources(self.prompt_data)
+        return " + ".join(source.name or PurePath(source.path.partition("@")[0]).stem for source in sources)
 
     @property
     def model(self) -> str | None:

@@ -16,7 +16,7 @@ from uuid import uuid4
 
 from openai import APIStatusError, DefaultHttpxClient, OpenAI
 
-from slime.data.prompts import read_file
+from slime.data.rows import read_file
 from slime.rollout.rm_hub.math_utils import grade_answer_verl
 from slime.utils.async_utils import run
 from slime.utils.http_utils import DEFAULT_TIMEOUT_S, post

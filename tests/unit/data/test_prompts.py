@@ -9,11 +9,13 @@ from decimal import Decimal
 import pytest
 
 from slime.data.chat import load_tokenizer
-from slime.data.prompts import Dataset, check_prompt_file, filter_long_prompt, parse_path, read_file
+from slime.data.prompts import Dataset, filter_long_prompt
+from slime.data.rows import check_prompt_file, read_file
 from slime.data.sample import Sample
 from slime.rollout.engine_request import prepare_prompt_ids
 from slime.rollout.failures import fresh_copy
 from slime.utils.errors import DataError
+from slime.utils.prompt_sources import parse_path
 
 
 @pytest.fixture
@@ -122,7 +124,8 @@ def test_files_are_checked_before_anything_starts(rows_file, tmp_path):
         (rows_file([], "empty.jsonl"), "no row"),
         (f"{good}@[5:]", "no row"),
         (str(tmp_path / "gone.jsonl"), "gone.jsonl"),
-        (str(tmp_path), "must end in"),
+        (str(tmp_path / "rows.csv"), "must end in"),
+        ("no_such_name", "must end in"),
         (str(tmp_path / "broken.parquet"), "Parquet"),
     ]:
         (problem,) = check_prompt_file("--prompt-data", path)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from slime.data import rows
 from slime.data.sample import Sample, iter_samples
 from slime.rollout import source_state
 from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer, make_data_source, pop_first
@@ -443,8 +444,8 @@ def test_a_source_whose_prompt_data_is_no_file_saves_its_state_and_continues(arg
 
 
 def test_a_large_file_is_read_in_blocks_and_its_ends_and_size_count(tmp_path, monkeypatch):
-    monkeypatch.setattr(source_state, "_BLOCK", 16)
-    monkeypatch.setattr(source_state, "_NUM_BLOCKS", 4)
+    monkeypatch.setattr(rows, "_BLOCK", 16)
+    monkeypatch.setattr(rows, "_NUM_BLOCKS", 4)
     path = tmp_path / "rows.jsonl"
     args = make_args("", 0, prompt_data=str(path))
 

@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 ASKED_FOR = {
     "blake3": "a rule names it",
+    "datasets": "an extra",
     "e2b": "the sandbox names it",
     "memray": "--memory-recorder names it",
     "pandas": "an extra",
