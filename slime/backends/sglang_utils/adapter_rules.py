@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from slime.backends.sglang_utils.topology import ModelSpec
 from slime.config import notices
 from slime.data.served_adapter import ADAPTER_NAME, serves_adapter
 from slime.models.config_json import read_model_config
@@ -92,36 +93,76 @@ def _modules(names: list[str]) -> Iterator[str]:
 
 
 def _engine_flags(args: Namespace, config: LoraConfig, names: list[str]) -> Iterator[str]:
-    given, flags = args.given, vars(args)
-
-    def value(name: str) -> Any:
-        return flags.get(name) if name in given else None
-
-    rank, slots = value("sglang_max_lora_rank"), value("sglang_max_loras_per_batch")
-    if rank is not None and rank < config.rank:
-        yield f"--sglang-max-lora-rank {rank} is less than --lora-rank {config.rank}: leave it out, it follows."
-    if slots is not None and slots < _SLOTS:
-        yield f"--sglang-max-loras-per-batch {slots} must be at least {_SLOTS}: the adapter and the base model."
-    modules = value("sglang_lora_target_modules")
-    if modules is not None and "all" not in modules and (missing := sorted(set(names) - set(modules))):
-        yield (
-            f"--sglang-lora-target-modules {' '.join(modules)} lacks {', '.join(missing)} of --lora-target-modules: "
-            "leave it out, it follows."
-        )
-    if value("sglang_lora_paths"):
-        yield (
-            f"--sglang-lora-paths does not work with --lora-rank: a run serves one adapter, {ADAPTER_NAME!r}, which "
-            "it trains. Leave it out."
-        )
+    flags = vars(args)
+    given = {name.removeprefix("sglang_"): flags.get(name) for name in args.given if name.startswith("sglang_")}
+    yield from _server_fields(config, names, given, lambda field: f"--sglang-{field.replace('_', '-')}")
     if flags.get("sglang_dp_size", 1) > 1:
-        yield (
-            f"--sglang-dp-size {args.sglang_dp_size} does not work with --lora-rank: SGLang replaces adapters of one "
-            f"copy of the model only. Use more engines instead, {_MERGE}."
-        )
+        yield _one_copy(f"--sglang-dp-size {args.sglang_dp_size}")
     if args.update_weight_mode == "delta":
         yield (
             f"--update-weight-mode delta does not work with --lora-rank: an adapter is sent whole. Use full, {_MERGE}."
         )
+
+
+def adapter_of_model(args: Namespace, model: ModelSpec) -> Iterator[str]:
+    """The engines of an entry of ``--sglang-config`` can serve the adapter, if the run trains the entry."""
+    config = LoraConfig.from_args(args)
+    if config is None or not serves_adapter(args) or args.debug_train_only or not model.updates_weights:
+        return
+    if model.model_path != args.hf_checkpoint:
+        yield (
+            f"model_path {model.model_path} with update_weights: an adapter of --hf-checkpoint {args.hf_checkpoint} is "
+            f"trained, which another base cannot serve. Leave model_path out, {_MERGE}."
+        )
+        return
+    try:
+        names = config.module_names(read_shape(args.hf_checkpoint))
+    except ConfigError:  # reported by served_adapter
+        return
+    for fields in (group.overrides for group in model.groups):
+        yield from _server_fields(config, names, fields, lambda field: f"overrides: {field}")
+        if (fields.get("dp_size") or 1) > 1:
+            yield _one_copy(f"overrides: dp_size {fields['dp_size']}")
+        if fields.get("quantization") is not None:
+            yield (
+                f"overrides: quantization {fields['quantization']}: slime does not serve adapters of quantized "
+                f"engines. Leave it out, {_MERGE}."
+            )
+
+
+def _server_fields(
+    config: LoraConfig, names: list[str], given: Mapping[str, Any], spelled: Callable[[str], str]
+) -> Iterator[str]:
+    """Fields of the server that were ``given``, under the names that the user wrote, do not contradict the adapter."""
+    rank, slots, modules = (given.get(name) for name in ("max_lora_rank", "max_loras_per_batch", "lora_target_modules"))
+    if rank is not None and rank < config.rank:
+        yield f"{spelled('max_lora_rank')} {rank} is less than --lora-rank {config.rank}: leave it out, it follows."
+    if slots is not None and slots < _SLOTS:
+        yield f"{spelled('max_loras_per_batch')} {slots} must be at least {_SLOTS}: the adapter and the base model."
+    if modules is not None and "all" not in modules and (missing := sorted(set(names) - set(modules))):
+        yield (
+            f"{spelled('lora_target_modules')} {' '.join(modules)} lacks {', '.join(missing)} of "
+            "--lora-target-modules: leave it out, it follows."
+        )
+    if (given.get("tokenizer_worker_num") or 1) > 1:
+        yield (
+            f"{spelled('tokenizer_worker_num')} {given['tokenizer_worker_num']} does not work with --lora-rank: only "
+            f"the process that loads an adapter would know its name. Leave it out, {_MERGE}."
+        )
+    if given.get("enable_lora") is False:
+        yield f"{spelled('enable_lora')} false does not work with --lora-rank: leave it out, it follows."
+    if given.get("lora_paths"):
+        yield (
+            f"{spelled('lora_paths')} does not work with --lora-rank: a run serves one adapter, {ADAPTER_NAME!r}, "
+            "which it trains. Leave it out. --num-rollout 0 --lora-adapter-path DIR evaluates another one."
+        )
+
+
+def _one_copy(flag: str) -> str:
+    return (
+        f"{flag} does not work with --lora-rank: SGLang replaces adapters of one copy of the model only. Use more "
+        f"engines instead, {_MERGE}."
+    )
 
 
 def problems_of_server(args: Namespace, seen: Mapping[str, Any]) -> Iterator[str]:
@@ -134,6 +175,8 @@ def problems_of_server(args: Namespace, seen: Mapping[str, Any]) -> Iterator[str
     is_wide = (seen.get("max_lora_rank") or 0) >= args.lora_rank and seen.get("max_loras_per_batch", 8) >= _SLOTS
     if not seen.get("enable_lora"):
         yield f"it serves no adapters: start it with {words}."
+    elif (seen.get("tokenizer_worker_num") or 1) > 1:
+        yield "only one of its HTTP processes would know the adapter: start it without --tokenizer-worker-num."
     elif not is_wide or not ("all" in modules or modules >= set(flags["--lora-target-modules"])):
         yield (
             f"its adapters have at most rank {seen.get('max_lora_rank')}, {seen.get('max_loras_per_batch')} at a time, "

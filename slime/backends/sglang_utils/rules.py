@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from slime.backends.protocols import weights_dtype
-from slime.backends.sglang_utils.adapter_rules import experts_on_cpu, served_adapter
+from slime.backends.sglang_utils.adapter_rules import adapter_of_model, experts_on_cpu, served_adapter
 from slime.backends.sglang_utils.engine import START_TIMEOUT_S
 from slime.backends.sglang_utils.external import (
     ONE_STAGE,
@@ -312,6 +312,7 @@ def _groups(args: Namespace, model: ModelSpec) -> Iterator[str]:
             yield f"num_gpus_per_engine {width} must be a multiple of the pipeline stages, pp_size {pp}."
         elif pp > 1:
             yield from _stages(args, f"pp_size {pp}", is_updated=model.updates_weights)
+    yield from adapter_of_model(args, model)
 
 
 def _direct_requests(args: Namespace) -> Iterator[str]:

@@ -88,7 +88,7 @@ def build_argv(
         flags["--log-level"] = "warning"
     if args.use_rollout_routing_replay:
         flags["--enable-return-routed-experts"] = None
-    is_adapted = serves_adapter(args) and "model_path" not in (overrides or {})
+    is_adapted = serves_adapter(args) and (overrides or {}).get("model_path") in (None, args.hf_checkpoint)
     if is_adapted:
         flags |= {name: value for name, value in adapter_flags(args).items() if name not in given}
     if args.offload_rollout:

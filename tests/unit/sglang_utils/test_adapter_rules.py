@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 
-from slime.backends.sglang_utils.adapter_rules import adapter_flags, experts_on_cpu, problems_of_server, served_adapter
+from slime.backends.sglang_utils.adapter_rules import (
+    adapter_flags,
+    adapter_of_model,
+    experts_on_cpu,
+    problems_of_server,
+    served_adapter,
+)
+from slime.backends.sglang_utils.topology import ModelSpec, ServerGroupSpec, WorkerType
 from slime.data.served_adapter import adapter_fields
 from slime.utils import accelerator
 from slime.utils.accelerator import CUDAAccelerator
@@ -62,6 +69,7 @@ def test_users_flags_win_and_other_models_have_no_adapters(model: str):
     words = argv("--max-loras-per-batch", "4", "--lora-backend", "triton", **lora)
     assert (words.count("--max-loras-per-batch"), words.count("--lora-backend")) == (1, 1)
     assert "--enable-lora" not in argv(overrides={"model_path": "/another"}, **lora)
+    assert "--enable-lora" in argv(overrides={"model_path": model}, **lora)
     assert "--enable-lora" not in argv(**lora | {"lora_merge": True})
     assert "--enable-lora" not in argv(**lora | {"lora_rank": 0})
 
@@ -80,6 +88,7 @@ def test_an_engine_that_gives_its_memory_away_keeps_a_copy_of_the_base(model: st
         ({"sglang_lora_target_modules": ["q_proj"]}, "lacks down_proj, gate_proj, k_proj"),
         ({"sglang_lora_paths": ["/a"]}, "a run serves one adapter, 'policy'"),
         ({"sglang_dp_size": 2}, "--sglang-dp-size 2 does not work with --lora-rank"),
+        ({"sglang_tokenizer_worker_num": 2}, "--sglang-tokenizer-worker-num 2 does not work with --lora-rank"),
         ({"update_weight_mode": "delta"}, "--update-weight-mode delta does not work with --lora-rank"),
         ({"sglang_quantization": "fp8"}, "does not serve adapters of quantized engines"),
     ],
@@ -95,6 +104,43 @@ def test_a_flag_that_contradicts_the_adapter_is_named_with_its_fix(model: str, c
 @pytest.mark.parametrize("names", [["q_proj", "v_proj"], ["o_proj"], ["gate_proj"], None])
 def test_layers_that_the_engine_can_serve_are_no_problem(model: str, names: list[str] | None):
     assert list(served_adapter(run(model, lora_target_modules=names))) == []
+
+
+def entry(path: str, *, is_trained: bool = True, **overrides: Any) -> ModelSpec:
+    """A model of --sglang-config."""
+    groups = (ServerGroupSpec(WorkerType.REGULAR, 1, 1, {}), ServerGroupSpec(WorkerType.REGULAR, 1, 1, overrides))
+    return ModelSpec("a", path, is_trained, groups)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        ({"lora_paths": ["/a"]}, "overrides: lora_paths does not work with --lora-rank: a run serves one adapter"),
+        ({"max_lora_rank": 4}, "overrides: max_lora_rank 4 is less than --lora-rank 8"),
+        ({"max_loras_per_batch": 1}, "overrides: max_loras_per_batch 1 must be at least 2"),
+        ({"lora_target_modules": ["q_proj"]}, "overrides: lora_target_modules q_proj lacks down_proj, gate_proj"),
+        ({"enable_lora": False}, "overrides: enable_lora false does not work with --lora-rank"),
+        ({"tokenizer_worker_num": 2}, "overrides: tokenizer_worker_num 2 does not work with --lora-rank"),
+        ({"dp_size": 2}, "overrides: dp_size 2 does not work with --lora-rank"),
+        ({"quantization": "fp8"}, "overrides: quantization fp8: slime does not serve adapters of quantized engines"),
+        ({"context_length": 100, "max_lora_rank": 16}, None),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_group_of_engines_that_contradicts_the_adapter_is_named(
+    model: str, overrides: dict[str, Any], problem: str | None
+):
+    args = run(model)
+    assert [found[: len(problem or "")] for found in adapter_of_model(args, entry(model, **overrides))] == (
+        [problem] if problem else []
+    )
+    assert list(adapter_of_model(args, entry("/judge", is_trained=False, **overrides))) == []
+    assert list(adapter_of_model(run(model, lora_merge=True), entry(model, **overrides))) == []
+
+
+def test_engines_of_another_base_cannot_serve_the_adapter(model: str):
+    (problem,) = adapter_of_model(run(model), entry("/fp8"))
+    assert problem.startswith(f"model_path /fp8 with update_weights: an adapter of --hf-checkpoint {model} is trained")
 
 
 def test_experts_need_a_gpu(tmp_path: Path):
@@ -120,4 +166,6 @@ def test_a_server_of_others_must_have_been_started_for_the_adapter(model: str):
     for change in ({"max_lora_rank": 4}, {"lora_target_modules": ["q_proj"]}, {"max_loras_per_batch": 1}):
         (problem,) = problems_of_server(args, good | change)
         assert "start it with --enable-lora" in problem
+    (problem,) = problems_of_server(args, good | {"tokenizer_worker_num": 2})
+    assert "start it without --tokenizer-worker-num" in problem
     assert list(problems_of_server(run(model, lora_rank=0), {})) == []
