@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from slime.backends.sglang_utils.adapter_rules import adapter_words
 from slime.backends.sglang_utils.engine import EngineSpec, SGLangEngine
 from slime.backends.sglang_utils.external import ExternalEngine, discover_external_engines
 from slime.backends.sglang_utils.fork_server import ForkServer
 from slime.backends.sglang_utils.server_args import server_env
+from slime.backends.training.arguments import LoraArgs
+from slime.data.served_adapter import ADAPTER_NAME
 from slime.utils.errors import EngineError
 from slime.utils.net import free_port
 from tests.doc_commands import shown_flags
@@ -30,11 +34,11 @@ def fork_server(tmp_path_factory):
     server.stop()
 
 
-def started(task: Any, fork_server: ForkServer, log: Path, port: int) -> SGLangEngine:
+def started(task: Any, fork_server: ForkServer, log: Path, port: int, *words: str) -> SGLangEngine:
     """A server as its owner starts it: ``python -m sglang.launch_server`` with these flags, without the import."""
     shown = shown_flags("docs/engines.md", "launch_server --model-path MODEL --host")
     more = f"--model-path {task.model} --port {port} --max-total-tokens 8192 --max-running-requests 64"
-    argv = [*shown, *more.split(), "--log-level", "warning"]
+    argv = [*shown, *more.split(), "--log-level", "warning", *words]
     engine = SGLangEngine(
         EngineSpec(0, "127.0.0.1", port, argv, server_env(), log, 120, fork_server_socket=fork_server.socket_path)
     )
@@ -93,21 +97,29 @@ def test_engines_of_others_take_weights_are_waited_for_when_they_die_and_outlive
         second.stop()
 
 
-def test_a_router_without_engines_gets_them_later(tiny_task, fork_server, tmp_path):
+def test_a_router_without_engines_gets_them_later_and_they_serve_an_adapter(tiny_task, fork_server, tmp_path):
     router_port, port = free_port(), free_port()
     router = f"http://127.0.0.1:{router_port}"
+    lora = Namespace(**vars(LoraArgs(lora_rank=8)), hf_checkpoint=tiny_task.model)
     flags = [*run_flags(tiny_task, tmp_path), "--rollout-num-gpus", 0, "--sglang-router-port", router_port]
+    flags += ["--lora-rank", lora.lora_rank]
     engine = None
     try:
         with running(flags, tmp_path) as run:
             run.wait(lambda: f"curl {router}/workers" in run.text())
             assert read(f"{router}/workers")["workers"] == []
-            engine = started(tiny_task, fork_server, tmp_path / "engine.log", port)
+            engine = started(tiny_task, fork_server, tmp_path / "engine.log", port, *adapter_words(lora))
             httpx.post(f"{router}/workers", json={"url": engine.url}).raise_for_status()
             finished = run.end()
         assert finished.status == 0, finished.output[-6000:]
-        assert max(values(metrics(tmp_path / "run"), "train/train_rollout_logprob_abs_diff")) < 1e-4
+        records = metrics(tmp_path / "run")
+        assert max(values(records, "train/train_rollout_logprob_abs_diff")) < 1e-4
+        base = sum(file.stat().st_size for file in Path(tiny_task.model).glob("*.safetensors"))
+        assert max(values(records, "perf/update_weights_bytes")) < 0.2 * base, (
+            "the base travels before the first rollout"
+        )
         assert engine.weight_version() == str(ROLLOUTS)
+        assert engine.adapters() == [ADAPTER_NAME]
     finally:
         if engine is not None:
             engine.stop()

@@ -127,6 +127,24 @@ def test_a_node_whose_start_fails_is_gone_with_the_cause(remote: Remote) -> None
     assert node.lost() == "engine 3 node 2 is gone: RuntimeError: no free port"
 
 
+def test_a_node_keeps_an_adapter_for_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    part = EngineNodeActor.__new__(EngineNodeActor)
+    node = RayOtherNode.__new__(RayOtherNode)
+    node.name = "engine 3 node 1"
+    node.handle = SimpleNamespace(stage_adapter=SimpleNamespace(remote=part.stage_adapter))
+    waits: list[tuple[Any, ...]] = []
+
+    def get(result: Any, *limits: Any) -> Any:
+        waits.append(limits)
+        return result
+
+    monkeypatch.setattr(actor_module, "get", get)
+    texts = node.stage_adapter(bytes(100_000), [], num_ranks=4, timeout_s=7.0)
+    assert len(texts) == 4
+    assert sum(map(len, texts)) < 10_000, "names of shared memory"
+    assert waits == [(7.0, "engine 3 node 1 to keep the adapter", "--weight-sync-timeout")]
+
+
 def test_a_copy_of_weights_that_a_file_system_holds_up_ends_with_its_deadline(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

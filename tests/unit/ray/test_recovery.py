@@ -6,14 +6,17 @@ Engines and trainer are fakes that keep a diary.
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from ray import cloudpickle
 
+from slime.backends.protocols import AdapterProof, Probe
 from slime.ray.engines import recovery as recovery_module
 from slime.ray.engines.fleet import RayEngineFleet, WaitingEngines
 from slime.ray.engines.recovery import Recovery, RemoteEngines
 from slime.ray.engines.servers import RolloutServers
+from slime.ray.run import loop
 from slime.ray.run.loop import Run
 from slime.ray.train_actor import SyncReport
 from slime.utils.errors import DeadlineExceeded, EngineError, EngineSilent
@@ -61,6 +64,43 @@ def test_an_engine_that_waits_gets_the_weights_of_the_others_during_the_rollout_
     assert run._wait_for_engines(lambda: "samples", "rollout 3") == "samples"
     assert pushes == [(("1.1",), "3")]
     assert engines.calls_of("admit") == [(("1.1",),)]
+
+
+def proving(run: Run, monkeypatch: pytest.MonkeyPatch, wrong: str) -> list[tuple[Any, ...]]:
+    """Let ``run`` send adapters. Engines have another one than ``wrong``. Returns (engines, version, one before)."""
+    asked: list[tuple[Any, ...]] = []
+
+    def verify(engines: RayEngineFleet, proof: AdapterProof, timeout_s: float, before: Probe | None) -> None:
+        asked.append((engines.names, proof.probe.version, before and before.version))
+        if proof.probe.version == wrong:
+            raise EngineError("the adapter is stale")
+
+    def update_weights(engines: RayEngineFleet, version: str) -> SyncReport:
+        return SyncReport(proof=AdapterProof(Probe(version, [], [], []), {}))
+
+    monkeypatch.setattr(loop, "verify_adapter", verify)
+    run.trainer.update_weights = update_weights  # type: ignore[union-attr,method-assign,assignment]
+    return asked
+
+
+def test_a_fault_of_an_adapter_ends_the_run_at_its_sync(engines, monkeypatch):
+    run, _ = a_run(engines, trained=1, version=None)
+    asked = proving(run, monkeypatch, wrong="2")
+    run.sync_weights(1)
+    with pytest.raises(EngineError, match="the adapter is stale"):
+        run.sync_weights(2)
+    assert asked == [(("0.0", "1.0"), "1", None), (("0.0", "1.0"), "2", "1")]
+
+
+def test_an_engine_that_waits_serves_no_request_before_its_adapter_is_proved(engines, monkeypatch):
+    slices(monkeypatch, 1)
+    run, _ = a_run(engines, trained=3, version=3)
+    asked = proving(run, monkeypatch, wrong="3")
+    engines.waiting = WaitingEngines(fleet("1.1"), 1)
+    with pytest.raises(EngineError, match="the adapter is stale"):
+        run._wait_for_engines(lambda: "samples", "rollout 3")
+    assert asked == [(("1.1",), "3", None)]
+    assert engines.calls_of("admit") == []
 
 
 def test_while_others_serve_older_weights_than_the_trainers_it_waits_for_the_next_sync(engines, monkeypatch):
