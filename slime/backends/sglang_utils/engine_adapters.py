@@ -8,6 +8,7 @@ in a container, get it in the request.
 from __future__ import annotations
 
 import base64
+import logging
 import pickle
 import shutil
 import threading
@@ -19,6 +20,8 @@ from typing import Any
 
 from slime.backends.sglang_utils.server_process import OtherNode
 from slime.utils.errors import EngineError
+
+logger = logging.getLogger(__name__)
 
 _SHARED_MEMORY = "/dev/shm"
 # Torch's way of sharing is a setting of the process, and an actor answers calls in several threads.
@@ -38,14 +41,12 @@ class StagedAdapter:
         import numpy as np
         import torch
 
-        size = len(tensors)
-        # a full /dev/shm would end this process with SIGBUS at the first write
-        self._is_shared = is_shared and shutil.disk_usage(_SHARED_MEMORY).free > size
-        if self._is_shared:
-            storage = torch.UntypedStorage._new_using_filename_cpu(size)
-            flat = torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[call-overload]
+        storage = _shared_memory(len(tensors)) if is_shared else None
+        self._is_shared = storage is not None
+        if storage is None:
+            flat = torch.empty(len(tensors), dtype=torch.uint8)
         else:
-            flat = torch.empty(size, dtype=torch.uint8)
+            flat = torch.empty(0, dtype=torch.uint8).set_(storage)
         flat.numpy()[:] = np.frombuffer(tensors, np.uint8)
         self._content = {"metadata": list(metadata), "flattened_tensor": flat}
 
@@ -67,6 +68,21 @@ class StagedAdapter:
                 return [_text(ForkingPickler.dumps(self._content)) for _ in range(num_ranks)]
             finally:
                 strategy.set_sharing_strategy(before)
+
+
+def _shared_memory(size: int) -> Any:
+    """A storage of ``size`` bytes. None if this host cannot share so much."""
+    import torch
+
+    try:
+        # a full /dev/shm would end this process with SIGBUS at the first write
+        if (free := shutil.disk_usage(_SHARED_MEMORY).free) <= size:
+            raise OSError(f"{free} bytes are left")
+        return torch.UntypedStorage._new_using_filename_cpu(size)
+    except (OSError, RuntimeError) as error:  # torch's manager needs a socket in TMPDIR, whose path may be too long
+        text = "%s cannot hold an adapter of %d bytes, so the engine gets one copy per rank in a request: %s"
+        logger.warning(text, _SHARED_MEMORY, size, error)
+        return None
 
 
 def _text(data: bytes | memoryview) -> str:

@@ -57,15 +57,24 @@ def test_ranks_of_one_host_read_one_copy_in_turn_which_then_is_freed():
     assert names_in_shared_memory() <= before
 
 
-@pytest.mark.parametrize("is_full", [False, True])
-def test_ranks_that_see_no_shared_memory_get_all_bytes(is_full: bool, monkeypatch: pytest.MonkeyPatch):
-    usage = SimpleNamespace(free=len(BYTES) - 1)
-    monkeypatch.setattr(engine_adapters.shutil, "disk_usage", lambda path: usage if is_full else pytest.fail(path))
+@pytest.mark.parametrize("problem", ["it may be on another host", "too small", "torch fails"])
+def test_ranks_that_see_no_shared_memory_get_all_bytes(
+    problem: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    def fail(size: int) -> None:
+        raise RuntimeError("no socket")
+
+    is_shared = problem != "it may be on another host"
+    free = len(BYTES) - 1 if problem == "too small" else 1 << 40
+    monkeypatch.setattr(engine_adapters.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    if problem == "torch fails":
+        monkeypatch.setattr(torch.UntypedStorage, "_new_using_filename_cpu", fail)
     before = names_in_shared_memory()
-    texts = StagedAdapter(BYTES, METADATA, is_shared=is_full).texts(2)
+    texts = StagedAdapter(BYTES, METADATA, is_shared=is_shared).texts(2)
     assert len(texts[0]) > len(BYTES)
     assert texts[0] == texts[1]
     assert names_in_shared_memory() <= before
+    assert ("/dev/shm cannot hold an adapter of 200000 bytes" in caplog.text) is is_shared
     content = pickle.loads(base64.b64decode(texts[0]))
     assert torch.equal(content["flattened_tensor"].view(torch.float32), VALUES)
 
