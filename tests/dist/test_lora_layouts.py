@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,14 +36,16 @@ def train(ranks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Callab
     batch = make_batch(16, seed=1, lengths=NASTY)
     references: dict[str, list[Result]] = {}
 
-    def run(family: str, world_size: int, layout: str) -> list[Result]:
+    def run(family: str, world_size: int, layout: str, **settings: Any) -> list[Result]:
         hf, adapter = directory / family, directory / f"{family}_adapter"
         if world_size == 1 and family in references:
             return references[family]
         if not hf.exists():
-            make_family_checkpoint(family, hf)
+            kind, *deeper = family.split(" x ")
+            make_family_checkpoint(kind, hf, **({"num_hidden_layers": int(deeper[0])} if deeper else {}))
             make_adapter(hf, adapter)
         args = PLAIN | LORA | {"lora_adapter_path": str(adapter), "output_dir": str(directory)} | layout_args(layout)
+        args |= settings
         size = args.pop("size", 3)
         case = {"hf": str(hf), "batch": batch, "num_steps": 2, "args": args, "size": size}
         results = ranks.run("tests.dist.layout_cases:train", world_size, **case)
@@ -59,6 +62,7 @@ def train(ranks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Callab
         ("qwen3", 2, "tp2"),
         ("qwen3", 2, "tp2 sp distopt"),
         ("qwen3", 4, "pp2 first1 cp2"),
+        ("qwen3 x 4", 2, "pp2 vpp2 size2"),
         ("glm4", 2, "tp2 sp"),  # gate and up are one Hugging Face layer
         ("qwen3_moe", 2, "ep2 distopt"),
         ("qwen3_moe", 4, "tp2 sp ep2 etp1 pp2 first1"),
@@ -73,6 +77,34 @@ def test_adapters_train_like_on_one_rank(
     assert_equal(main_rank(train(family, 1, "size16")), results)
     assert_replicas_agree(results)
     assert all(".lora_" in name for name in results[0]["weights"])
+
+
+def test_a_pass_waits_for_gathers_of_adapters_that_overlap_it(train: Callable[..., list[Result]]) -> None:
+    overlap = {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 1000}
+    results = train("qwen3", 2, "distopt", **overlap)
+    assert_equal(main_rank(train("qwen3", 1, "size16")), results)
+    assert_replicas_agree(results)
+
+
+@pytest.mark.parametrize("layout", ["tp2", "tp2 sp"])
+def test_dropout_keeps_the_copies_of_tensor_ranks_equal(layout: str, ranks: ForkServer, tmp_path: Path) -> None:
+    make_family_checkpoint("qwen3", tmp_path / "hf")
+    args = PLAIN | LORA | {"lora_dropout": 0.3, "output_dir": str(tmp_path)} | layout_args(layout)
+    case = {"hf": str(tmp_path / "hf"), "batch": make_batch(16, seed=1, lengths=NASTY), "num_steps": 2, "args": args}
+    results = ranks.run("tests.dist.layout_cases:train", 2, **case)
+    assert_replicas_agree(results)
+    assert any(weight.any() for name, weight in results[0]["weights"].items() if ".lora_B." in name)
+
+
+@pytest.mark.parametrize("layout", ["pp2 first1", "pp2 first1 distopt"])
+def test_a_pipeline_stage_may_have_no_adapter(layout: str, ranks: ForkServer, tmp_path: Path) -> None:
+    make_family_checkpoint("qwen3_next", tmp_path / "hf")  # the first layer is a gated delta net
+    batch, results = make_batch(16, seed=1, lengths=NASTY), []
+    for world_size, words in ((1, "size16"), (2, layout)):
+        args = PLAIN | LORA | {"lora_target_modules": ["q_proj"], "output_dir": str(tmp_path)} | layout_args(words)
+        case = {"hf": str(tmp_path / "hf"), "batch": batch, "num_steps": 2, "size": args.pop("size", 3), "args": args}
+        results.append(ranks.run("tests.dist.layout_cases:train", world_size, **case))
+    assert_equal(main_rank(results[0]), results[1])
 
 
 _CASE = "tests.dist.checkpoint_cases:run"

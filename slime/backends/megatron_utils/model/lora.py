@@ -63,7 +63,8 @@ class Adapter(torch.nn.Module):
         self._mark(linear)
         linear.adapter = self
         vars(like)["adapter"] = self  # for the export of merged weights
-        linear.register_forward_hook(self._add)
+        # Calls the adapter as a module: Megatron's hooks then wait for a gather of its parameters.
+        linear.register_forward_hook(lambda module, inputs, output: self(inputs, output))
 
     def _mark(self, linear: Any) -> None:
         """What Megatron's optimizer and gradient reduction must know about the parameters."""
@@ -79,7 +80,8 @@ class Adapter(torch.nn.Module):
                 # A tensor rank has seen its slice of the rows only: Megatron sums the gradients.
                 vars(parameter)["sequence_parallel"] = True
 
-    def _add(self, module: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
+    def forward(self, inputs: tuple[Any, ...], output: Any) -> Any:
+        """``output`` of the module plus the adapter's. None, which changes nothing, if it is off."""
         if not self.is_on:
             return None
         if self.rule.is_expert:
