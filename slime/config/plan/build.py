@@ -18,7 +18,15 @@ from slime.config.plan.engine import EngineMemory, WeightSync, engine_memory, we
 from slime.config.plan.files import Output, plan_files
 from slime.config.plan.host import HostMemory, host_memory
 from slime.config.plan.layout import Layout, PlanError, read, read_layout
-from slime.config.plan.memory import Precision, StageMemory, Tokens, precision_of, stage_memory, tokens_per_micro_batch
+from slime.config.plan.memory import (
+    Precision,
+    StageMemory,
+    Tokens,
+    num_trainable,
+    precision_of,
+    stage_memory,
+    tokens_per_micro_batch,
+)
 from slime.config.plan.placement import Placement, Turn, plan_placement, plan_turns
 from slime.config.plan.shape import padded_vocab_size, read_shape, shape_section
 from slime.models.shape import ModelShape
@@ -41,6 +49,7 @@ class Plan:
         ignored: (flag, why) of flags that were given and have no effect.
         problems: why the command would not start anywhere.
         missing: requirements that this machine does not meet.
+        num_trainable: parameters in adapters, of the whole model. 0 if all weights are trained.
     """
 
     title: str
@@ -65,6 +74,7 @@ class Plan:
     problems: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     gaps: list[str] = field(default_factory=list)
+    num_trainable: int = 0
 
     @property
     def is_startable(self) -> bool:
@@ -141,6 +151,7 @@ def build(
         problems=list(problems),
         missing=list(missing),
         gaps=gaps,
+        num_trainable=num_trainable(args, shape) if shape and trains else 0,
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from slime.config.plan.layout import Layout, number, read, stage_layers
-from slime.config.plan.memory import precision_of
+from slime.config.plan.memory import adapter_numbers, num_trainable, precision_of
 from slime.models.config_json import read_model_config
 from slime.models.cost import Weight, layer_weights, model_weights, num_parameters
 from slime.models.shape import ModelShape
@@ -24,6 +24,9 @@ LINKS = {"NVLink": 450e9, "network": 50e9}
 _LEAST_BUCKET, _MOST_BUCKET, _BUCKETS = 512 * 1024**2, 2 * 1024**3, 8
 """Bounds of a bucket, and its share of the free device memory. A test compares them with slime.weight_sync.chunks."""
 
+SLOTS = 2
+"""Adapters for which an engine has memory: the policy's and none. A test compares it with adapter_flags."""
+
 _ATTENTION = ("q_", "k_", "v_", "o_", "kv_", "linear_attn")
 
 
@@ -32,6 +35,7 @@ class EngineMemory:
     """One device of one engine, in bytes.
 
     Attributes:
+        weights: those of the model, and memory for adapters.
         kv_per_token: key/value cache of one token, on this device.
         pool: memory left for that cache, or the part that --sglang-max-total-tokens limits it to.
         tokens: how many fit into the engine, over its data-parallel attention groups. ``sequences`` of the greatest
@@ -52,10 +56,11 @@ class EngineMemory:
 
 @dataclass(frozen=True)
 class WeightSync:
-    """The data of one sync: every tensor of the checkpoint, whole, in buckets.
+    """The data of one sync: every tensor of the checkpoint, whole, in buckets, or the adapters.
 
     Attributes:
-        received: bytes that the busiest device gets by each of the ``LINKS``. Empty for files.
+        base_bytes: with adapters those of the base, which travels in ``buckets`` before the first rollout. Else 0.
+        received: bytes that the busiest device gets by each of the ``LINKS``. Empty for files and adapters.
         seconds: the time of these bytes at the nominal speed. Copies and loading in the engines come on top.
     """
 
@@ -68,6 +73,12 @@ class WeightSync:
     num_syncs: int | None
     received: dict[str, int]
     seconds: float
+    base_bytes: int = 0
+
+
+def serves_adapter(args: Namespace) -> bool:
+    """Whether engines get an adapter. A test compares it with slime.data.served_adapter."""
+    return bool(read(args, "lora_rank") and not read(args, "lora_merge") and not read(args, "debug_rollout_only"))
 
 
 def engine_memory(args: Namespace, shape: ModelShape, device_bytes: int, *, is_cpu: bool = False) -> EngineMemory:
@@ -78,6 +89,11 @@ def engine_memory(args: Namespace, shape: ModelShape, device_bytes: int, *, is_c
     attention_tp = max(1, tp // dp)
     width = _weight_bytes(args)
     weights = sum(_on_device(weight, tp, attention_tp) for weight in model_weights(shape)) * width / pp
+    if serves_adapter(args):
+        ranks = {"tensor_ranks": tp, "expert_ranks": tp}
+        numbers = adapter_numbers(args, shape, range(shape.num_layers), **ranks) or (0, 0)
+        slots = number(args, "sglang_max_loras_per_batch", SLOTS)
+        weights += slots * sum(numbers) * precision_of(args).weights / pp
     # Without the flag the cache has the dtype of the weights.
     kv_width = 1 if str(read(args, "sglang_kv_cache_dtype")).startswith("fp8") else precision_of(args).weights
     per_token = max(1, round(_kv_numbers(shape, attention_tp) * kv_width * shape.num_cached_layers / pp))
@@ -155,7 +171,9 @@ def weight_sync(
     *,
     is_cpu: bool = False,
 ) -> WeightSync:
-    """One sync of the whole model. Every pipeline stage sends its own tensors, so buckets are counted per stage.
+    """One sync of the whole model, or of its adapters, which are one message to each engine.
+
+    Every pipeline stage sends its tensors separately, so buckets are counted per stage.
 
     Args:
         free: bytes of device memory that are left at the sync.
@@ -169,17 +187,22 @@ def weight_sync(
     count = None if num_rollouts is None else 1 + -(-num_rollouts // interval)
     transport = read(args, "update_weight_transport") or "nccl"
     is_near = bool(read(args, "colocate")) and transport == "nccl"
-    received = {} if transport == "disk" or is_cpu else _received(args, shape, layout, is_near=is_near)
+    whole = num_parameters(shape) * width
+    adapters = num_trainable(args, shape) if serves_adapter(args) else 0
+    # Engines get adapters by a request and keep them in host memory.
+    has_links = transport != "disk" and not is_cpu and not adapters
+    received = _received(args, shape, layout, is_near=is_near) if has_links else {}
     return WeightSync(
         mode=read(args, "update_weight_mode") or "full",
         transport=_transport(transport, is_near=is_near, is_cpu=is_cpu),
-        bytes=num_parameters(shape) * width,
+        bytes=adapters * width or whole,
         buckets=sum(count_buckets((numel * width for numel in stage), limit) for stage in sizes),
         buffer_bytes=limit,
         interval=interval,
         num_syncs=count,
         received=received,
         seconds=sum(size / LINKS[link] for link, size in received.items()),
+        base_bytes=whole if adapters else 0,
     )
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slime.config.plan.layout import read
-from slime.config.plan.memory import precision_of
+from slime.config.plan.memory import num_trainable, precision_of
 from slime.config.resolve.paths import PATH_FLAGS
 from slime.models.cost import num_parameters
 from slime.models.shape import ModelShape
@@ -57,12 +57,12 @@ def _events(args: Namespace, run: Path) -> str:
 def _written(args: Namespace, shape: ModelShape | None) -> Iterator[Output]:
     interval = read(args, "save_interval")
     when = "at the end" if interval is None else f"every {interval} rollouts, and last"
-    size = num_parameters(shape) * precision_of(args).weights if shape else None
     is_disk = read(args, "update_weight_transport") == "disk"
+    size, sent = _exported_bytes(args, shape)
     sizes = {"save": (_checkpoint_bytes(args, shape), when), "save_hf": (size, when)}
     if is_disk:
         sizes |= dict.fromkeys(
-            ("update_weight_disk_dir", "update_weight_local_checkpoint_dir"), (size, "every weight sync")
+            ("update_weight_disk_dir", "update_weight_local_checkpoint_dir"), (sent, "every weight sync")
         )
     sizes |= dict.fromkeys(("save_debug_rollout_data", "save_debug_train_data"), (None, "every rollout"))
     for flag in PATH_FLAGS:
@@ -71,12 +71,24 @@ def _written(args: Namespace, shape: ModelShape | None) -> Iterator[Output]:
             yield Output(flag.what, str(read(args, flag.name)), when, num_bytes)
 
 
+def _exported_bytes(args: Namespace, shape: ModelShape | None) -> tuple[int, int] | tuple[None, None]:
+    """Bytes of ``--save-hf``, and of a weight sync by files."""
+    if shape is None:
+        return None, None
+    width = precision_of(args).weights
+    numbers = 0 if read(args, "lora_merge") else num_trainable(args, shape)
+    if not numbers:
+        return (num_parameters(shape) * width,) * 2
+    # FSDP trains adapters in fp32.
+    return numbers * (4 if read(args, "train_backend") == "fsdp" else width), numbers * width
+
+
 def _checkpoint_bytes(args: Namespace, shape: ModelShape | None) -> int | None:
     if shape is None:
         return None
     precision = precision_of(args)
     states = 0 if read(args, "no_save_optim") else min(precision.states, _ADAM_IN_CHECKPOINT)
-    return num_parameters(shape) * (precision.weights + states)
+    return (num_trainable(args, shape) or num_parameters(shape)) * (precision.weights + states)
 
 
 def _snapshots(args: Namespace) -> Iterator[Output]:

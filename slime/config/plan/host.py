@@ -9,7 +9,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from slime.config.plan.engine import EngineMemory
+from slime.config.plan.engine import EngineMemory, serves_adapter
 from slime.config.plan.layout import Layout, read
 from slime.config.plan.memory import StageMemory
 from slime.config.plan.placement import Placement
@@ -107,6 +107,5 @@ def _cpu_memory(
 def _keeps_weights(args: Namespace) -> bool:
     """Whether engines that release their memory keep a copy: not all weights are sent again before each rollout."""
     changed_only = bool(read(args, "update_weight_changed_only"))
-    return bool(read(args, "offload_rollout")) and (
-        read(args, "update_weights_interval") not in (None, 1) or changed_only
-    )
+    is_part_sent = changed_only or read(args, "update_weights_interval") not in (None, 1) or serves_adapter(args)
+    return bool(read(args, "offload_rollout")) and is_part_sent

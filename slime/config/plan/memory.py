@@ -58,6 +58,7 @@ class StageMemory:
         in_flight: micro-batches whose activations are alive at once (1F1B, arXiv:2104.04473).
         gathered_keys: the part of ``activations`` that is due to context parallelism.
         trained: numbers of weights in adapters if only they are trained. 0 if all weights are.
+        without_adapters: ``total`` if all weights were trained. 0 if they are.
         host_copies: pinned host memory for copies of weights, per rank: see ``_num_host_copies``.
         host_states: host memory for optimizer states, per rank.
         host_offloaded: pinned host memory for optimizer states that move there while engines generate, per rank.
@@ -79,6 +80,7 @@ class StageMemory:
     host_save: int = 0
     gathered_keys: int = 0
     trained: int = 0
+    without_adapters: int = 0
 
     @property
     def total(self) -> int:
@@ -126,6 +128,14 @@ def tokens_per_micro_batch(args: Namespace) -> Tokens:
 
 def stage_memory(args: Namespace, shape: ModelShape, layout: Layout) -> list[StageMemory]:
     """One entry per pipeline stage."""
+    stages = _stage_memory(args, shape, layout)
+    if not any(stage.trained for stage in stages):
+        return stages
+    whole = _stage_memory(Namespace(**vars(args) | {"lora_rank": 0}), shape, layout)
+    return [replace(one, without_adapters=other.total) for one, other in zip(stages, whole, strict=True)]
+
+
+def _stage_memory(args: Namespace, shape: ModelShape, layout: Layout) -> list[StageMemory]:
     tokens = tokens_per_micro_batch(args).count
     if read(args, "train_backend") == "fsdp":
         return [_fully_sharded(args, shape, layout, tokens)]
@@ -147,7 +157,7 @@ def _stage(
     is_sharded = kind == "dist_muon" or (given if given is not None else kind in (None, "adam"))
     groups = max(1, number(args, "num_distributed_optimizer_instances", 1))  # each instance has all states
     shards, expert_shards = max(1, layout.dp * layout.cp // groups), max(1, layout.edp // groups)
-    adapters = _adapters(args, shape, layout, layers)
+    adapters = adapter_numbers(args, shape, layers, tensor_ranks=layout.tp, expert_ranks=layout.ep)
     trained, trained_experts = adapters or (dense, expert)
     states = trained / shards + trained_experts / expert_shards if is_sharded else trained + trained_experts
     offloaded = _offloaded_share(args)
@@ -183,14 +193,21 @@ def _stage(
     )
 
 
-def _adapters(args: Namespace, shape: ModelShape, layout: Layout, layers: range) -> tuple[float, float] | None:
-    """Numbers in the adapters of this rank: (all but experts, experts). None without adapters that fit the model."""
+def adapter_numbers(
+    args: Namespace, shape: ModelShape, layers: Sequence[int], *, tensor_ranks: int = 1, expert_ranks: int = 1
+) -> tuple[float, float] | None:
+    """Numbers in the adapters of a rank: (all but experts, experts). None without adapters that fit the model."""
     lora = LoraConfig.from_args(args)
     try:
-        sizes = {"tensor_ranks": layout.tp, "expert_ranks": layout.ep}
+        sizes = {"tensor_ranks": tensor_ranks, "expert_ranks": expert_ranks}
         return None if lora is None else lora.numbers_on_rank(shape, layers, **sizes)
     except ConfigError:  # a rule reports it
         return None
+
+
+def num_trainable(args: Namespace, shape: ModelShape) -> int:
+    """Numbers in the adapters of the whole model. 0 if all weights are trained."""
+    return round(sum(adapter_numbers(args, shape, range(shape.num_layers)) or ()))
 
 
 def _host_copies(
@@ -212,7 +229,7 @@ def _fully_sharded(args: Namespace, shape: ModelShape, layout: Layout, tokens: i
     """FSDP, ZeRO stage 3 (arXiv:1910.02054): fp32 weights, gradients and moments are divided among all ranks.
 
     Not divided during a pass: embedding, head, the current layer and the prefetched one in the computing dtype, and
-    their gradients in fp32 until they are reduced.
+    their gradients in fp32 until they are reduced. Beside adapters, the frozen weights are stored in that dtype.
     """
     layers, precision = range(shape.num_layers), precision_of(args)
     ends = sum(weight.total for weight in model_weights(shape) if weight.where != "layer")
@@ -220,19 +237,26 @@ def _fully_sharded(args: Namespace, shape: ModelShape, layout: Layout, tokens: i
     share = (ends + sum(sizes)) / layout.world
     # The fp32 weights are a part of ``weights`` here.
     moments = precision.states - (0 if precision.name == "fp32" else _width(args, "main_params_dtype"))
+    by_layer = [adapter_numbers(args, shape, [layer]) for layer in layers]
+    added = [sum(numbers) for numbers in by_layer if numbers is not None]
+    own = sum(added) / layout.world
+    is_frozen = bool(added)
+    trained, whole = (own, max(added)) if is_frozen else (share, ends + max(sizes))
+    frozen = share * precision.weights if is_frozen else 0
     return StageMemory(
         stage=0,
         layers=(layers.start, layers.stop - 1),
-        parameters=round(share),
-        weights=round(share * 4 + (ends + 2 * max(sizes)) * precision.weights),
-        gradients=round(share * 4 + (ends + max(sizes)) * 4),
-        optimizer=round(share * moments),
+        parameters=round(share + own),
+        weights=round(frozen + trained * 4 + (ends + 2 * max(sizes) + 2 * max(added, default=0)) * precision.weights),
+        gradients=round((trained + whole) * 4),
+        optimizer=round(trained * moments),
         activations=round(_activations(args, shape, layout, layers, tokens, 1, precision)),
         logits=_logits(args, shape, layout, tokens, precision),
         in_flight=1,
-        host_copies=round(share * 4) * _num_host_copies(args),
-        host_offloaded=round(share * moments) if read(args, "offload_train") else 0,
+        host_copies=round(trained * 4) * _num_host_copies(args) + round(frozen) * bool(read(args, "offload_train")),
+        host_offloaded=round(trained * moments) if read(args, "offload_train") else 0,
         host_save=_BUFFERS_AT_SAVE,
+        trained=round(own),
     )
 
 

@@ -41,7 +41,7 @@ def render(plan: Plan, stream: IO[str] | None = None) -> None:
         ("Missing on this machine", (_bullets(plan.missing),) if plan.missing else ()),
         ("Batch", _batch(plan.batch) if plan.batch else ()),
         ("Processes", _processes(plan, plan.placement, plan.layout) if plan.placement and plan.layout else ()),
-        ("Model", _model(plan.shape, plan.padded_vocab) if plan.shape else ()),
+        ("Model", _model(plan.shape, plan.padded_vocab, plan.num_trainable) if plan.shape else ()),
         ("Trainer memory, per rank", _trainer(plan)),
         ("Engine memory, per device", _engine(plan.engine, plan) if plan.engine else ()),
         (
@@ -198,11 +198,13 @@ def _range(ends: tuple[int, int]) -> str:
     return str(ends[0]) if ends[0] == ends[1] else f"{ends[0]}-{ends[1]}"
 
 
-def _model(shape: ModelShape, padded_vocab: int) -> Iterable[RenderableType]:
+def _model(shape: ModelShape, padded_vocab: int, num_trainable: int) -> Iterable[RenderableType]:
     table = _grid()
     active = f", {count(num_active(shape))} active per token" if shape.moe else ""
     total = num_parameters(shape)
     table.add_row("parameters", f"[bold]{count(total)}[/bold] ({total:,}){active}")
+    if num_trainable:
+        table.add_row("adapters", f"{count(num_trainable)} ({num_trainable:,}), and nothing else is trained")
     heads = f"{shape.num_attention_heads} heads, {shape.num_query_groups} key/value heads of {shape.head_dim}"
     if shape.mla:
         latent = f"keys and values in {shape.mla.kv_lora_rank} numbers"
@@ -239,6 +241,8 @@ def _trainer(plan: Plan) -> Iterable[RenderableType]:
     for name in ("weights", "gradients", "optimizer", "activations", "logits"):
         table.add_row(name, *(size(getattr(group[0], name)) for group in groups))
     table.add_row("[bold]total[/bold]", *(f"[bold]{size(group[0].total)}[/bold]" for group in groups))
+    if any(group[0].without_adapters for group in groups):
+        table.add_row("without adapters", *(size(group[0].without_adapters) for group in groups))
     table.add_row("micro-batches alive", *(str(group[0].in_flight) for group in groups))
     yield table
     if not plan.is_cpu:
@@ -249,7 +253,8 @@ def _trainer(plan: Plan) -> Iterable[RenderableType]:
         notes += f", {size(gathered)} of it keys and values of other context-parallel ranks"
     yield Text(notes, style="dim")
     if plan.placement and plan.placement.has_critic:
-        yield Text("the critic's model and states are of the same size and not counted", style="dim")
+        of_actor = "without adapters" if plan.num_trainable else "of the same size"
+        yield Text(f"the critic's model and states are {of_actor} and not counted", style="dim")
     if not plan.is_cpu:
         yield Text("not counted: CUDA context, NCCL buffers, fragmentation", style="dim")
 
@@ -307,12 +312,14 @@ def _engine(engine: EngineMemory, plan: Plan) -> Iterable[RenderableType]:
 
 
 def _sync(sync: WeightSync) -> Iterable[RenderableType]:
-    buckets = f"{sync.buckets} bucket{'s' * (sync.buckets != 1)}"
+    buckets = f"{sync.buckets} bucket{'s' * (sync.buckets != 1)} of up to {size(sync.buffer_bytes)}"
     often = "after every rollout" if sync.interval == 1 else f"after every {sync.interval} rollouts"
-    total = "" if sync.num_syncs is None else f"; {sync.num_syncs:,} syncs, {size(sync.bytes * sync.num_syncs)} in all"
+    total = 0 if sync.num_syncs is None else sync.bytes * sync.num_syncs + sync.base_bytes
+    summed = f"; {sync.num_syncs:,} syncs, {size(total)} in all" if total else ""
+    each = f"of adapters, and {size(sync.base_bytes)} once, in {buckets}" if sync.base_bytes else f"in {buckets}"
     yield _grid(
-        ("each", f"[bold]{size(sync.bytes)}[/bold] in {buckets} of up to {size(sync.buffer_bytes)}"),
-        ("when", f"before the first rollout and {often}{total}"),
+        ("each", f"[bold]{size(sync.bytes)}[/bold] {each}"),
+        ("when", f"before the first rollout and {often}{summed}"),
         ("how", f"{sync.mode}, {sync.transport}"),
         *_links(sync),
     )

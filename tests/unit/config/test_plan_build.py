@@ -256,7 +256,7 @@ def test_the_json_is_plain_and_says_its_schema() -> None:
     assert set(values) == {
         *("schema", "is_startable", "title", "device_bytes", "batch", "layout", "placement", "shape", "precision"),
         *("tokens", "stages", "engine", "sync", "turns", "outputs", "ignored", "notices", "problems", "missing"),
-        *("gaps", "host", "host_bytes", "is_cpu"),
+        *("gaps", "host", "host_bytes", "is_cpu", "num_trainable"),
     }
 
 

@@ -13,6 +13,10 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from transformers import AutoModelForCausalLM
 
 from slime.backends.training.data import TrainBatch
+from slime.config.plan.engine import weight_sync
+from slime.config.plan.layout import read_layout
+from slime.config.plan.memory import stage_memory
+from slime.config.plan.shape import read_shape
 from slime.utils.errors import SlimeError
 from tests.unit.fsdp_utils.test_fsdp_trainer import _trained, _trainer, _two_steps
 from tests.unit.megatron_utils.tiny_families import make_family_checkpoint
@@ -88,16 +92,23 @@ def test_merged_weights_are_those_of_peft(checkpoint: Path, trained: Any, tmp_pa
         torch.testing.assert_close(value, merged[name], atol=1e-6, rtol=0)
 
 
-def test_a_run_resumes_bit_for_bit_from_a_checkpoint_of_its_adapters(checkpoint: Path, tmp_path: Path) -> None:
-    whole = _trainer(checkpoint, **LORA)
-    reports = [whole.train(number, _two_steps(number)).steps for number in range(2)]
-    first = _trainer(checkpoint, save=str(tmp_path / "saved"), **LORA)
-    first.train(0, _two_steps(0))
-    first.save(0)
+_IN_BF16 = {"fp32": False, "bf16": True, "lora_dropout": 0.1, "kl_coef": 0.1, "ref_update_interval": 1}
+
+
+@pytest.mark.parametrize("precision", [{}, _IN_BF16], ids=["fp32", "bf16, a reference that follows"])
+def test_a_run_resumes_bit_for_bit_from_a_checkpoint_of_its_adapters(
+    checkpoint: Path, precision: dict[str, Any], tmp_path: Path
+) -> None:
+    settings = LORA | precision
+    whole = _trainer(checkpoint, save=str(tmp_path / "saved"), **settings)
+    whole.train(0, _two_steps(0))
+    whole.save(0)
+    expected = whole.train(1, _two_steps(1))
     saved = FileSystemReader(tmp_path / "saved" / "iter_0000000").read_metadata().state_dict_metadata
     assert all(".lora_" in name for name in saved)
-    resumed = _trainer(checkpoint, load=str(tmp_path / "saved"), **LORA)
-    assert resumed.train(1, _two_steps(1)).steps == reports[1]
+    resumed = _trainer(checkpoint, load=str(tmp_path / "saved"), **settings)
+    continued = resumed.train(1, _two_steps(1))
+    assert (continued.steps, continued.rollout) == (expected.steps, expected.rollout)
     for (name, mine), (_, other) in zip(resumed.export_adapter(), whole.export_adapter(), strict=True):
         assert torch.equal(mine, other), name
 
@@ -151,3 +162,17 @@ def test_offloading_changes_no_bit_of_base_and_adapters(checkpoint: Path, backen
         results.append({name: value.clone() for name, value in [*trainer.export_weights(), *trainer.export_adapter()]})
     assert reports[:2] == reports[2:]
     assert all(torch.equal(value, results[1][name]) for name, value in results[0].items())
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
+def test_the_plan_has_the_numbers_of_the_trainer(checkpoint: Path, backend: str) -> None:
+    trainer = _trainer(checkpoint, backend, **LORA, fp32=False, bf16=True, world_size=1)
+    parameters = list(trainer._ready.model.parameters()) if backend == "fsdp" else []
+    parameters = parameters or list(trainer._ready.chunks[0].parameters())
+    shape, layout = read_shape(trainer._args), read_layout(trainer._args)
+    (stage,) = stage_memory(trainer._args, shape, layout)
+    assert stage.parameters == sum(parameter.numel() for parameter in parameters)
+    assert stage.trained == sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+    sync = weight_sync(trainer._args, shape, layout, num_rollouts=1)
+    assert sync.bytes == sum(value.nbytes for _, value in trainer.export_adapter())
+    assert sync.base_bytes == sum(value.nbytes for _, value in trainer.export_weights())
