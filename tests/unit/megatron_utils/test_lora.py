@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,13 @@ import torch
 from megatron.core.dist_checkpointing import load_tensors_metadata
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from safetensors.torch import load_file, save_file
+from torch.func import functional_call
 
 from slime.backends.megatron_utils.actor import MegatronTrainer
 from slime.backends.megatron_utils.checkpoint.hf_weights import export_weights
 from slime.backends.megatron_utils.model.lora import adapters_of
-from slime.models.lora import FILE_PREFIX, WEIGHTS_FILE, tensor_name
+from slime.backends.training.adapter_files import save_adapter
+from slime.models.lora import CONFIG_FILE, FILE_PREFIX, WEIGHTS_FILE, LoraConfig, tensor_name
 from slime.utils.errors import ConfigError
 from tests.unit.megatron_utils.tiny_families import make_family_checkpoint, packed_logits, saved_tensors
 from tests.unit.megatron_utils.tiny_trainer import VOCAB, make_args, make_batch
@@ -26,6 +29,8 @@ from tools.merge_lora import merge
 pytestmark = pytest.mark.usefixtures("trainer_rank")
 
 LORA = {"lora_rank": 4, "lora_alpha": 6.0}
+SGD = {"optimizer": "sgd", "sgd_momentum": 0.0, "weight_decay": 0.0, "clip_grad": 0.0, "lr": 1.0}
+"""With it a step subtracts the gradients."""
 
 
 @pytest.fixture(scope="module")
@@ -101,8 +106,7 @@ CASES = {
 def test_log_probs_and_gradients_equal_peft(case: str, checkpoint: Any, tmp_path: Path) -> None:
     kind, settings = CASES[case]
     path, reference = checkpoint(kind)
-    sgd = {"optimizer": "sgd", "sgd_momentum": 0.0, "weight_decay": 0.0, "clip_grad": 0.0, "lr": 1.0}
-    trainer = _trainer(path, loss_type="sft_loss", **sgd, **settings)
+    trainer = _trainer(path, loss_type="sft_loss", **SGD, **settings)
     _randomize(trainer)
     trainer.save_hf(str(tmp_path / "adapter"))
     before = {name: value.clone() for name, value in trainer.export_adapter()}
@@ -125,6 +129,50 @@ def test_log_probs_and_gradients_equal_peft(case: str, checkpoint: Any, tmp_path
     assert all(gradient.abs().max() > 1e-4 for gradient in gradients.values())
 
 
+_STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+
+
+def _with_adapters(model: Any, matrices: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The parameters of a model of transformers plus ``scale B A``. It stacks the experts of a layer."""
+
+    def summed(name: str, weight: torch.Tensor) -> torch.Tensor:
+        inner, outer = (matrices.get(tensor_name(name, matrix)) for matrix in "AB")
+        return weight if inner is None else weight + LORA["lora_alpha"] / LORA["lora_rank"] * outer @ inner
+
+    found = {}
+    for name, value in model.named_parameters():
+        experts, _, leaf = name.rpartition(".")
+        if leaf in _STACKS:
+            parts = _STACKS[leaf]
+            names = [[f"{experts}.{expert}.{part}.weight" for part in parts] for expert in range(len(value))]
+            pieces = [zip(row, weight.chunk(len(parts)), strict=True) for row, weight in zip(names, value, strict=True)]
+            found[name] = torch.stack([torch.cat([summed(*piece) for piece in row]) for row in pieces])
+        else:
+            found[name] = summed(name, value)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v3"])
+def test_gradients_of_all_layers_of_a_model_with_experts_equal_those_of_whole_weights(
+    kind: str, checkpoint: Any
+) -> None:
+    path, reference = checkpoint(kind)
+    trainer = _trainer(path, loss_type="sft_loss", lora_experts=True, **SGD)
+    _randomize(trainer)
+    before = _adapters(trainer)
+    for part in (".mlp.experts.0.", ".mlp.gate_proj.", ".self_attn."):
+        assert any(part in name for name in before)
+    leaves = {name: value.clone().requires_grad_() for name, value in before.items()}
+    weights = _with_adapters(reference, leaves)
+    _sft_loss(lambda tokens: functional_call(reference, weights, (tokens,)), make_batch(with_rollout=False)).backward()
+    trainer.train(0, make_batch(with_rollout=False))
+    for name, after in trainer.export_adapter():
+        expected = leaves[name].grad
+        verify(f"gradients of adapters of {kind}", "W + scale B A", before[name] - after, expected, tolerance=1e-5)
+    is_used = [bool(leaf.grad.abs().max() > 1e-4) for name, leaf in leaves.items() if ".experts." in name]
+    assert sum(is_used) > len(is_used) / 2
+
+
 ADAM = {"lr": 1e-2, "weight_decay": 0.1, "clip_grad": 1.0, "kl_coef": 0.1}
 
 
@@ -132,7 +180,10 @@ def _adapters(trainer: MegatronTrainer) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in trainer.export_adapter()}
 
 
-@pytest.mark.parametrize("precision", [{}, {"fp32": False, "bf16": True}], ids=["fp32", "bf16"])
+_IN_BF16 = {"fp32": False, "bf16": True, "async_save": True, "num_rollout": 10, "ref_update_interval": 1}
+
+
+@pytest.mark.parametrize("precision", [{}, _IN_BF16], ids=["fp32", "bf16, saved while the next rollout is trained"])
 @pytest.mark.parametrize("kind", ["qwen3", "moonlight", "qwen3_moe"])
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
     kind: str, precision: dict[str, Any], checkpoint: Any, tmp_path: Path
@@ -143,9 +194,11 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
     started = _adapters(straight)
     straight.train(0, make_batch(seed=0))
     straight.save(0)
-    expected = straight.train(1, make_batch(seed=1)).steps
+    expected = straight.train(1, make_batch(seed=1))
+    straight.finish_saves()
     resumed = _trainer(path, **settings, load=str(tmp_path))
-    assert resumed.train(1, make_batch(seed=1)).steps == expected
+    continued = resumed.train(1, make_batch(seed=1))
+    assert (continued.steps, continued.rollout) == (expected.steps, expected.rollout)
     after = _adapters(straight)
     assert all(torch.equal(value, after[name]) for name, value in _adapters(resumed).items())
     assert all(not torch.equal(value, started[name]) for name, value in after.items() if ".experts." not in name)
@@ -224,9 +277,50 @@ def test_the_tool_merges_as_the_trainer_does(checkpoint: Any, tmp_path: Path) ->
     expected = dict(export_weights(trainer._ready.model, trainer._shape, content="merged"))
     for name, value in saved_tensors(tmp_path / "merged").items():
         verify("weights merged by the tool", "the trainer's merged weights", value, expected[name], tolerance=1e-6)
-    other, _ = checkpoint("qwen2")
+    other = tmp_path / "other"
+    shutil.copytree(path, other)
+    save_file({name: 2 * value for name, value in saved_tensors(path).items()}, other / "model.safetensors")
     with pytest.raises(ConfigError, match="adapter of another base"):
         merge(str(other), str(tmp_path / "adapter"), str(tmp_path / "wrong"))
+    config = tmp_path / "adapter" / CONFIG_FILE
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"alpha_pattern": {"q_proj": 32}}))
+    with pytest.raises(ConfigError, match=r"alpha_pattern .* is not computed"):
+        merge(str(path), str(tmp_path / "adapter"), str(tmp_path / "wrong"))
+
+
+def test_the_tool_merges_experts_that_a_checkpoint_stacks(checkpoint: Any, tmp_path: Path) -> None:
+    path, _ = checkpoint("qwen3_moe_unnormalised")
+    trainer = _trainer(path, lora_experts=True)
+    _randomize(trainer)
+    base, adapters = saved_tensors(path), _adapters(trainer)
+    stacked = {name: value for name, value in base.items() if ".experts." not in name}
+    expected = {}
+    for layer in range(3):
+        stem = f"model.layers.{layer}.mlp.experts"
+        for leaf, parts in _STACKS.items():
+            names = [[f"{stem}.{expert}.{part}.weight" for part in parts] for expert in range(8)]
+            stacked[f"{stem}.{leaf}"] = torch.stack([torch.cat([base[name] for name in row]) for row in names])
+            merged = [[base[name] + 1.5 * _product(adapters, name) for name in row] for row in names]
+            expected[f"{stem}.{leaf}"] = torch.stack([torch.cat(row) for row in merged])
+    (tmp_path / "base").mkdir()
+    shutil.copy(path / "config.json", tmp_path / "base")
+    save_file(stacked, tmp_path / "base" / "model.safetensors")
+    save_adapter(
+        adapters.items(),
+        LoraConfig(4, 6.0, experts=True),
+        trainer._shape,
+        str(tmp_path / "base"),
+        str(tmp_path / "adapter"),
+    )
+    merge(str(tmp_path / "base"), str(tmp_path / "adapter"), str(tmp_path / "merged"))
+    found = saved_tensors(tmp_path / "merged")
+    assert found.keys() == stacked.keys()
+    for name, value in expected.items():
+        verify("stacked experts merged by the tool", "base + scale B A", found[name], value, tolerance=1e-6)
+
+
+def _product(adapters: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+    return adapters[tensor_name(name, "B")] @ adapters[tensor_name(name, "A")]
 
 
 def test_training_starts_from_an_adapter_of_peft(checkpoint: Any, tmp_path: Path) -> None:
