@@ -153,7 +153,8 @@ def _evaluation_rows(args: Namespace) -> Iterator[str]:
     if args.eval_function_path != DEFAULT_ROLLOUT_FUNCTION:
         return
     for dataset in args.eval_datasets:
-        needs_text = dataset.custom_generate_function_path is None and not dataset.apply_chat_template
+        generates = dataset.custom_generate_function_path or args.custom_generate_function_path
+        needs_text = generates is None and not dataset.apply_chat_template
         keys = (dataset.input_key or args.input_key, dataset.label_key, dataset.tool_key)
         yield from _check_row(f"evaluation set {dataset.name}", dataset.path, keys, needs_text=needs_text)
 

@@ -52,6 +52,8 @@ def test_what_a_rollout_function_would_refuse_is_a_problem_of_the_command(
         f"{_SUPERVISED} --n-samples-per-prompt 1 --prompt-data {{dir}}/chat.jsonl --input-key messages",
         _READ_ONLY,
         "--prompt-data {dir}/chat.jsonl --input-key messages",
+        "--eval-prompt-data held {dir}/chat.jsonl --eval-interval 1 --eval-input-key messages "
+        "--custom-generate-function-path slime.environments.rollout.generate",
     ],
 )
 def test_what_works_is_no_problem_of_a_rollout_function(tiny: TinyCommand, flags: str) -> None:
