@@ -67,6 +67,9 @@ COMMANDS = (
     Command("Run", "train-async", "slime.ray.run.main:main_async", "the same, and generate while the trainer works"),
     Command("Before a run", "new", "slime.new:new", "write the folder of a task that runs, to change it"),
     Command(
+        "Before a run", "tasks", "slime.environments.command:tasks", "write tasks of an environment as prompt data"
+    ),
+    Command(
         "Before a run",
         "plan",
         f"{_HERE}:plan",
@@ -82,6 +85,7 @@ COMMANDS = (
         "[option ...] [<train command>]",
         _DOCTOR_OPTIONS,
     ),
+    Command("Before a run", "doctor env", "slime.doctor.environment_command:env", "test an environment and its grader"),
     Command("Before a run", "doctor --gpu", "slime.doctor.gpu_check:gpu_check", "measure this GPU before a long job"),
     Command(
         "During and after a run", "board", "slime.board.command:board", "show curves, times and samples in a browser"
@@ -272,12 +276,12 @@ def _gpu_gib() -> float | None:
 def _doctor(words: Sequence[str]) -> int:
     """``slime doctor``. Returns 1 if a check fails."""
     from slime.doctor import Situation
-    from slime.doctor.run import examine, exit_status, render, render_json
+    from slime.doctor.run import CHECKS, examine, exit_status, render, render_json
 
     words, is_deep = _take_switch(words, "--deep")
     words, as_json = _take_switch(words, "--json")
     resolved = _resolve(read_command(words)) if words else _Resolved(None, [], [], [])
-    findings = examine(Situation(resolved.args, (*resolved.problems, *resolved.missing), is_deep))
+    findings = examine(Situation(resolved.args, (*resolved.problems, *resolved.missing), is_deep), CHECKS)
     (render_json if as_json else render)(findings)
     return exit_status(findings)
 

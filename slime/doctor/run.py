@@ -5,15 +5,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Iterable, Sequence
-from typing import IO
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import IO, TypeVar
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from slime.config.help_text import terminal_width
-from slime.doctor import Check, Finding, Situation, command_checks, machine_checks
+from slime.doctor import Check, Finding, command_checks, machine_checks
+
+T = TypeVar("T")
 
 # In the order of the output.
 CHECKS: tuple[Check, ...] = (
@@ -44,8 +46,12 @@ CHECKS: tuple[Check, ...] = (
 _MARKS = {"ok": "[green]ok[/green]", "warn": "[yellow]warn[/yellow]", "fail": "[bold red]FAIL[/bold red]"}
 
 
-def examine(situation: Situation, checks: Sequence[Check] = CHECKS) -> list[Finding]:
-    """All findings. A check that raises is a finding, too, and the others still run."""
+def examine(situation: T, checks: Sequence[Callable[[T], Iterator[Finding]]]) -> list[Finding]:
+    """All findings. A check that raises is a finding, too, and the others still run.
+
+    Args:
+        situation: the input of the checks.
+    """
     findings: list[Finding] = []
     for check in checks:
         try:

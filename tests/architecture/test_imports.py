@@ -50,6 +50,7 @@ MAY_IMPORT: dict[str, list[str]] = {
     "backends/fsdp_utils": [*BELOW_TRAINER, "backends/training"],
     "ray": [EVERYTHING],
     "agent": ["rollout", "data", "utils", "observability"],
+    "environments": ["agent", "rollout", "data", "hooks", "utils"],
     "testing": ["config", "ray", "rollout", "batch", "data", "hooks", "utils"],
     "doctor": [EVERYTHING],
     "replay": [EVERYTHING],
@@ -72,7 +73,7 @@ THIRD_PARTY: dict[str, list[str]] = {
     "rich": ["config", "doctor"],
     "peft": ["backends/fsdp_utils"],
     "transformers": ["data", "rollout", "backends/fsdp_utils", "backends/megatron_utils", "doctor"],
-    "httpx": ["utils", "rollout", "backends/sglang_utils"],
+    "httpx": ["utils", "rollout", "backends/sglang_utils", "doctor"],
 }
 
 # Modules of `utils` that may import torch. Other modules of `utils` may not, nor any of `config`, `hooks`, `models`.

@@ -17,7 +17,7 @@ from tools.make_presets import load_presets
 
 EXAMPLES = ROOT / "examples"
 SCRIPTS = sorted(str(path.relative_to(EXAMPLES)) for path in EXAMPLES.glob("*/run-*.sh"))
-DATA = ("MATH_DATA", "SFT_DATA", "SEARCH_DATA", "SWE_DATA", "GEO3K_DATA", "TAU_DATA")
+DATA = ("MATH_DATA", "SFT_DATA", "SEARCH_DATA", "SWE_DATA", "GEO3K_DATA", "TAU_DATA", "ENVIRONMENT_DATA")
 ROW = '{"prompt": "0", "problem": "q", "messages": [], "label": "1", "answer": "1", "answers": ["1"], "metadata": {}}\n'
 PRESETS = load_presets()
 

@@ -119,11 +119,11 @@ def problems_of_slime(words: list[str], line: str, place: Path) -> list[str]:
             return unknown_flags(read_command(words[2:]).argv) + ([] if status == 0 else [f"exit status {status}"])
         case ["doctor", *rest] if any(word.endswith(("train.py", "train_async.py")) for word in rest):
             return problems_of_train(line, True, place)
-        case ["doctor", "mismatch", *rest]:
-            return missing_flags(["-m", "slime", "doctor", "mismatch"], rest)
+        case ["doctor", ("mismatch" | "env") as subject, *rest]:
+            return missing_flags(["-m", "slime", "doctor", subject], rest)
         case ["doctor", "--gpu", *rest]:
             return missing_flags(["-m", "slime", "doctor", "--gpu"], rest)
-        case [("replay" | "board" | "new" | "clean") as command, *rest]:
+        case [("replay" | "board" | "new" | "clean" | "tasks") as command, *rest]:
             return missing_flags(["-m", "slime", command], rest)
         case ["train" | "train-async", *rest]:
             return unknown_flags([word for word in rest if word != "--help"])

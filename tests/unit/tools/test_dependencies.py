@@ -17,10 +17,13 @@ ASKED_FOR = {
     "blake3": "a rule names it",
     "datasets": "an extra",
     "e2b": "the sandbox names it",
+    "mcp": "an extra",
     "memray": "--memory-recorder names it",
     "pandas": "an extra",
     "qwen_vl_utils": "only pictures of Qwen's older processors",
+    "reasoning_gym": "an extra",
     "torch_musa": "noticed only",
+    "verifiers": "an extra",
     "wandb": "an extra",
 }
 """Packages that a run needs only for certain flags, or whose absence it handles."""

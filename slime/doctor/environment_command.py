@@ -1,0 +1,88 @@
+"""The command ``slime doctor env``. Called by ``slime.cli``."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import faulthandler
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+
+from slime.doctor import Finding, fail
+from slime.doctor.run import examine, exit_status, render, render_json
+from slime.environments.command import add_environment
+from slime.utils.errors import ConfigError
+
+_ALL_EPISODES = 20  # times the limit of one episode: a thread that blocks the event loop ends here
+
+
+def env(words: Sequence[str]) -> int:
+    """Test an environment. Returns 0, 1 if a check failed, 2 if the environment cannot be loaded."""
+    options = _parse(words)
+    faulthandler.dump_traceback_later(_ALL_EPISODES * options.timeout, exit=True, file=2)
+    try:
+        findings, is_late = findings_of(options)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+    (render_json if options.json else render)(findings)
+    if is_late:
+        sys.stdout.flush()
+        os._exit(exit_status(findings))  # a thread of the environment may hang, and Python would wait for it
+    return exit_status(findings)
+
+
+def _parse(words: Sequence[str]) -> Namespace:
+    parser = argparse.ArgumentParser(
+        prog="slime doctor env",
+        description="Test an environment with a scripted model: the same tasks everywhere, no answer in a prompt, "
+        "rewards in range and for right answers only, isolation, time limits, tokens per turn. Needs no engine.",
+    )
+    add_environment(parser)
+    parser.add_argument("--tasks", type=int, default=6, metavar="N", help="tasks to play, default %(default)s")
+    parser.add_argument(
+        "--timeout", type=float, default=60.0, metavar="S", help="of one episode, default %(default)g s"
+    )
+    parser.add_argument("--max-turn-tokens", type=int, default=8192, metavar="N", help="default %(default)s")
+    parser.add_argument("--hf-checkpoint", metavar="DIR", help="counts tokens. Default: 4 characters are a token")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser.parse_args(list(words))
+
+
+def findings_of(options: Namespace) -> tuple[list[Finding], bool]:
+    """(findings, whether an episode did not return in time).
+
+    Args:
+        options: ``name``, ``options``, ``tasks``, ``timeout``, ``max_turn_tokens``, ``hf_checkpoint``.
+
+    Raises:
+        ConfigError: the environment cannot be loaded.
+    """
+    from slime.doctor.environment_checks import CHECKS, Trial, run_episodes
+    from slime.environments import load
+
+    environment = load(options.name, **options.options)
+    total = len(environment)
+    if total < 1:
+        return [fail("tasks", "the environment has none", "let __len__ return the number of tasks")], False
+    indices = sorted({number * total // options.tasks for number in range(options.tasks)})
+    try:
+        tasks = [environment.task(index) for index in indices]
+    except Exception as error:  # of the user's code
+        value = f"task(index) raised {type(error).__name__}: {error}"
+        return [fail("tasks", value, f"every index from 0 to {total - 1} must give a task")], False
+    limits = {"timeout_s": options.timeout, "max_turn_tokens": options.max_turn_tokens}
+    trial = Trial(options.name, options.options, environment, indices, tasks, **limits)
+    if options.hf_checkpoint:
+        from slime.data.chat import load_tokenizer
+
+        tokenizer = load_tokenizer(options.hf_checkpoint, trust_remote_code=True)
+        trial.count_tokens = lambda text: len(tokenizer.encode(text, add_special_tokens=False))
+    # Not asyncio.run(), which waits for episodes that ignore their cancellation.
+    asyncio.new_event_loop().run_until_complete(run_episodes(trial))
+    is_late = any(played.is_late for played in (*trial.episodes, trial.failing, trial.talking))
+    return examine(trial, CHECKS), is_late or trial.cancelled.is_stuck
