@@ -4,8 +4,8 @@ A guarded child holds the read end of a pipe. Only this process has the write en
 closes the pipe, and the child kills its whole process group. This also works after SIGKILL. In contrast to
 ``PR_SET_PDEATHSIG``, it does not depend on the thread that started the child.
 
-A killed process cannot delete its files in /dev/shm. :func:`kill_group` deletes the private files of SGLang and
-multiprocessing that only the group has mapped.
+A killed process cannot delete its files. :func:`kill_group` deletes the private files of SGLang and multiprocessing in
+/dev/shm that only the group has mapped. Temporary files of a guarded child are in a folder that is deleted with it.
 """
 
 from __future__ import annotations
@@ -13,14 +13,18 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import shutil
 import signal
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import psutil
+
+from slime.utils.scratch import base, variables
 
 GUARD_FD_VARIABLE = "SLIME_GUARD_FD"
 _KILL_TIMEOUT_S = 5.0
@@ -41,7 +45,9 @@ class GuardedProcess:
         self._is_stopped = False
         log_path.parent.mkdir(parents=True, exist_ok=True)
         read_end, self._guard = os.pipe()  # not inheritable: other children must not hold the write end open
-        environment = dict(os.environ) | dict(env or {}) | {GUARD_FD_VARIABLE: str(read_end)}
+        self._folder = tempfile.mkdtemp(prefix="slime-process-", dir=base())
+        guard = {GUARD_FD_VARIABLE: f"{read_end}:{self._folder}"}
+        environment = dict(os.environ) | variables(self._folder) | dict(env or {}) | guard
         try:
             with log_path.open("wb") as log:
                 self._process = subprocess.Popen(
@@ -75,6 +81,7 @@ class GuardedProcess:
             self._process.wait(_KILL_TIMEOUT_S)
         with contextlib.suppress(OSError):
             os.close(self._guard)
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def watch_owner(*, in_child: bool = False, before_end: Callable[[], None] | None = None) -> None:
@@ -85,13 +92,20 @@ def watch_owner(*, in_child: bool = False, before_end: Callable[[], None] | None
         before_end: cleanup before the kill.
     """
     # pop: children of this process must not interpret the number of a descriptor that they do not have
-    descriptor = os.environ.pop(GUARD_FD_VARIABLE, None)
-    if descriptor is None:
+    guard = os.environ.pop(GUARD_FD_VARIABLE, None)
+    if guard is None:
         return
+    descriptor, _, folder = guard.partition(":")
+
+    def clean_up() -> None:
+        if before_end is not None:
+            before_end()
+        shutil.rmtree(folder, ignore_errors=True)
+
     if not in_child:
-        watch_descriptor(int(descriptor), before_end)
+        watch_descriptor(int(descriptor), clean_up)
     elif os.fork() == 0:
-        _kill_group_when_closed(int(descriptor), before_end)
+        _kill_group_when_closed(int(descriptor), clean_up)
 
 
 def watch_descriptor(descriptor: int, before_end: Callable[[], None] | None = None) -> None:

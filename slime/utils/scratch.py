@@ -34,14 +34,19 @@ def base() -> Path:
     return chosen if len(str(chosen)) <= _LONGEST_BASE else _SHORTEST_BASE
 
 
+def variables(folder: Path | str) -> dict[str, str]:
+    """Environment of processes whose temporary files belong into ``folder``."""
+    # torch's default for compiled kernels is a folder in TMPDIR, but later runs need them as well.
+    cache = Path.home() / ".cache" / "slime" / "torchinductor"
+    return {_TMPDIR: str(folder), _INDUCTOR: os.environ.get(_INDUCTOR, str(cache))}
+
+
 @contextlib.contextmanager
 def scratch_folder() -> Iterator[Path]:
     """A new folder for temporary files of this process and its children. Deleted after the block."""
     folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base()))
     lock = RunLock(folder, str(folder), "It is the folder of another run")
-    # torch's default for compiled kernels is a folder in TMPDIR, but later runs need them as well.
-    cache = Path.home() / ".cache" / "slime" / "torchinductor"
-    values = {_TMPDIR: str(folder), _INDUCTOR: os.environ.get(_INDUCTOR, str(cache))}
+    values = variables(folder)
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     chosen, tempfile.tempdir = tempfile.tempdir, str(folder)

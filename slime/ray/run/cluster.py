@@ -78,13 +78,13 @@ def running_cluster(args: Namespace) -> Iterator[None]:
     START.begin("Ray")
     with ExitStack() as started:
         with START.shown():
+            folder = started.enter_context(scratch_folder())
             if os.environ.get("RAY_ADDRESS"):
                 ray.init(log_to_driver=True, logging_level=logging.WARNING)
                 started.callback(ray.shutdown)
                 started.enter_context(received())
                 check_devices(ray.cluster_resources())
             else:
-                folder = started.enter_context(scratch_folder())
                 start_reaper(folder)  # before Ray starts: ends the remaining processes if this one is killed
                 if accelerator.current().is_cpu and _num_engine_slots(args):
                     started.enter_context(sglang_preloading(fork_server_log(args), _worker_env(is_on_loopback=True)))

@@ -72,6 +72,35 @@ def test_stop_ends_the_whole_group(tmp_path: Path):
     assert group_is_gone(process.pid, within_s=1.0)
 
 
+KEEPER = (
+    "import os, tempfile, time; from slime.utils.process import watch_owner; watch_owner(); "
+    "print('up', tempfile.mkstemp()[1], os.environ['TORCHINDUCTOR_CACHE_DIR'], flush=True); time.sleep(100)"
+)
+
+
+@pytest.mark.parametrize("is_owner_killed", [True, False])
+def test_temporary_files_of_a_child_end_with_it_and_compiled_kernels_stay(is_owner_killed: bool, tmp_path: Path):
+    log = tmp_path / "log"
+    if is_owner_killed:
+        owner = subprocess.Popen([sys.executable, "-c", OWNER, KEEPER, str(log)], stdout=subprocess.PIPE, text=True)
+        wait_for_text(log, "\n")
+        end = owner.kill
+    else:
+        process = GuardedProcess([sys.executable, "-c", KEEPER], log_path=log)
+        wait_for_text(log, "\n")
+        end = process.stop
+    _, file, kernels = log.read_text().split()
+    folder = Path(file).parent
+    assert folder.name.startswith("slime-process-")
+    assert folder not in Path(kernels).parents
+    assert Path(file).exists()
+    end()
+    deadline = unloaded_time() + 5
+    while folder.exists():
+        assert unloaded_time() < deadline
+        time.sleep(0.02)
+
+
 STOPPER = (
     "import os, psutil, signal, sys; from pathlib import Path; from slime.utils.process import GuardedProcess\n"
     "p = GuardedProcess([sys.executable, '-c', sys.argv[1]], log_path=Path(sys.argv[2]))\n"
