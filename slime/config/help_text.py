@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import shutil
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 HELP, HELP_ALL = "--help", "--help-all"
 HINT = "did you mean"
@@ -32,7 +33,19 @@ MOST_USED = {
 """Group -> names of the flags that ``--help`` shows."""
 
 _LONGEST_CHOICES = 40
+_ALMOST = 0.1  # flags whose similarity differs by less are equally likely
 _WORDS = {int: "N", float: "X", str: "TEXT"}
+
+
+def nearest_flag(flag: str, known: Collection[str]) -> str | None:
+    """The known flag of which ``flag`` may be a misspelling. Of several similar ones the most used."""
+    near = difflib.get_close_matches(flag, known, n=3, cutoff=0.75)
+    if not near:
+        return None
+    best = difflib.SequenceMatcher(None, near[0], flag).ratio()
+    used = {f"--{name.replace('_', '-')}" for names in MOST_USED.values() for name in names.split()}
+    likely = difflib.get_close_matches(flag, used & set(near), n=1, cutoff=max(0.0, best - _ALMOST))
+    return (likely or near)[0]
 
 
 class HelpFormatter(argparse.HelpFormatter):

@@ -10,14 +10,13 @@ All problems found here are raised as one :class:`ConfigError`. An unknown flag 
 from __future__ import annotations
 
 import argparse
-import difflib
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from slime.config.groups import add_group
-from slime.config.help_text import HELP, HINT, USAGE, HelpFormatter, asked_help, short_help
+from slime.config.help_text import HELP, HINT, USAGE, HelpFormatter, asked_help, nearest_flag, short_help
 from slime.config.notices import Notice
 from slime.config.yaml_file import FLAG, read_custom_config
 from slime.utils.errors import ConfigError
@@ -151,8 +150,8 @@ def _unknown(tokens: Sequence[str], known: Collection[str]) -> tuple[list[Notice
         # A negative number is a value.
         if token.startswith("-") and not _NEGATIVE_NUMBER.match(token):
             flag = token.split("=")[0]
-            near = difflib.get_close_matches(flag, known, n=1, cutoff=0.75)
-            hint = f"{HINT} {near[0]}?" if near else "nothing reads it."
+            near = nearest_flag(flag, known)
+            hint = f"{HINT} {near}?" if near else "nothing reads it."
             notices.append(Notice("warning", flag, f"unknown flag, ignored with its values; {hint}"))
         # After an unknown flag the word is taken for its value.
         elif not notices:

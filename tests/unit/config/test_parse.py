@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from slime.config.arguments import CommandArgs
+from slime.config.help_text import nearest_flag
 from slime.config.parse import EngineNamespace
 from slime.config.parse import parse as parse_argv
 from slime.utils.errors import ConfigError
@@ -47,6 +48,20 @@ def test_an_unknown_flag_is_a_warning_that_names_the_nearest_one():
     (notice,) = parse("--num-rollouts", "3", "--lr", "1").notices
     assert (notice.level, notice.flag) == ("warning", "--num-rollouts")
     assert "did you mean --num-rollout?" in notice.text
+
+
+@pytest.mark.parametrize(
+    ("flag", "near"),
+    [
+        ("--max-respnse-len", "--rollout-max-response-len"),
+        ("--eval-max-respnse-len", "--eval-max-response-len"),
+        ("--rollout-max-prompt", "--rollout-max-prompt-len"),
+        ("--nothing-like-it", None),
+    ],
+)
+def test_of_similar_flags_the_most_used_one_is_named(flag: str, near: str | None) -> None:
+    known = ["--eval-max-response-len", "--rollout-max-response-len", "--rollout-max-prompt-len"]
+    assert nearest_flag(flag, known) == near
 
 
 def test_every_unknown_flag_gets_its_own_warning_and_swallows_its_values():
