@@ -135,7 +135,7 @@ def evaluation(args: Namespace) -> None:
     if has_sets and args.eval_interval is None:
         notices.warn(args, "--eval-interval", "not given: the evaluation sets are never used")
     if args.eval_prompt_data and len(args.eval_prompt_data) == 1:
-        notices.warn(args, "--eval-prompt-data", "a file without a name: the set is called aime")
+        notices.warn(args, "--eval-prompt-data", "a file without a name: the set is called aime; NAME FILE names it")
 
 
 def reward_keys(args: Namespace) -> None:
