@@ -208,7 +208,9 @@ def host_name(situation: Situation) -> Iterator[Finding]:
         num_nodes = 1 if args is None else plan_placement(args, read_layout(args)).num_nodes
     except PlanError:
         return
-    if num_nodes == 1 or os.environ.get("GLOO_SOCKET_IFNAME"):
+    # A run without GPUs starts all its slots on this host.
+    is_alone = num_nodes == 1 or (accelerator.current().is_cpu and not os.environ.get("RAY_ADDRESS"))
+    if is_alone or os.environ.get("GLOO_SOCKET_IFNAME"):
         return
     name = socket.gethostname()
     try:

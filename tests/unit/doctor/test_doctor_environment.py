@@ -147,7 +147,10 @@ def test_kernels_that_are_too_new_fail_and_missing_ones_are_named_if_the_model_u
 def test_a_host_name_that_other_nodes_cannot_reach_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
     several = Situation(plan_args(world_size=16))
+    assert list(machine_checks.host_name(several)) == [], "without GPUs all slots are on this host"
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.2:6379")
     finding = only(machine_checks.host_name(several))
     assert finding.status == "fail"
     assert "GLOO_SOCKET_IFNAME" in finding.fix
