@@ -109,7 +109,7 @@ def test_every_set_is_evaluated_before_the_first_rollout_and_after_the_last(resu
 def test_the_command_of_a_finished_run_starts_nothing(resumed_run):
     *_, third = resumed_run
     assert third.status == 0, third.output[-4000:]
-    assert third.terminal.strip().splitlines()[-1].startswith("--num-rollout 8: "), third.terminal
+    assert third.terminal.strip().splitlines()[-1].startswith("warning: --num-rollout: 8: "), third.terminal
     assert "nothing is left to train" in third.terminal
     assert "Ray" not in third.terminal
 

@@ -106,8 +106,7 @@ def run_arguments(
     loop: Callable[[Namespace], None], args: Namespace, guard: AbstractContextManager[None] | None = None
 ) -> None:
     """Run ``loop(args)``, unless a finished run has done all of it. Without ``guard`` an error ends this process."""
-    if (reason := nothing_left(args)) is not None:  # engines and trainer would start for nothing
-        print(f"--num-rollout {reason}.")
+    if nothing_left(args) is not None:  # a notice has the reason. Engines and trainer would start for nothing
         return
     print_header(args)
     from slime.ray.run.cluster import running_cluster

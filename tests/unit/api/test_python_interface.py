@@ -13,6 +13,7 @@ import pytest
 
 import slime
 from slime.api import RunRecord, command_line
+from slime.config.notices import Notice
 from slime.data.sample import Sample
 from slime.observability.run_info import write_run_info
 from slime.observability.sample_record import record_rollout
@@ -122,13 +123,15 @@ def test_data_frames_have_a_row_per_step_and_per_sample(run: RunRecord) -> None:
 def test_a_finished_run_is_not_started_again(
     run: RunRecord, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    args = Namespace(output_dir=str(run.path.parent), experiment_name=run.path.name, notices=[])
+    notice = Notice("warning", "--num-rollout", "2: the checkpoint was saved after the last of them")
+    args = Namespace(output_dir=str(run.path.parent), experiment_name=run.path.name, notices=[notice])
     monkeypatch.setattr(arguments, "parse_only", lambda *words, **more: (args, []))
     monkeypatch.setattr(arguments, "machine_problems", lambda args: [])
-    monkeypatch.setattr(main, "nothing_left", lambda args: "2: the checkpoint was saved after the last of them")
+    monkeypatch.setattr(main, "nothing_left", lambda args: notice.text)
     monkeypatch.setattr(main, "print_header", lambda args: pytest.fail("the run was started"))
     assert slime.train(num_rollout=2) == run
-    assert capsys.readouterr().out == "--num-rollout 2: the checkpoint was saved after the last of them.\n"
+    warnings = capsys.readouterr().err
+    assert warnings == "warning: --num-rollout: 2: the checkpoint was saved after the last of them\n"
 
 
 def test_without_pandas_the_error_names_the_extra(run: RunRecord, monkeypatch: pytest.MonkeyPatch) -> None:
