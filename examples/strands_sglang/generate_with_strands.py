@@ -115,7 +115,7 @@ AGENTS: dict[str, Callable[[Namespace, str, str, str], Awaitable[str]]] = {"stra
 
 def _client(args: Namespace, url: str, sid: str) -> openai.AsyncOpenAI:
     """A client with the session's id as key. It tries again while the adapter answers 503 because weights change."""
-    return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=sid, timeout=args.strands_timeout, max_retries=3)
+    return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=sid, timeout=args.strands_seconds, max_retries=3)
 
 
 async def generate(
@@ -136,7 +136,7 @@ async def generate(
     async def work(sid: str) -> Outcome:
         try:
             asking = AGENTS[args.strands_agent](args, question, service.url, sid)
-            answer = await asyncio.wait_for(asking, args.strands_timeout)
+            answer = await asyncio.wait_for(asking, args.strands_seconds)
         except ConfigError:
             raise
         except Exception as error:  # of the agent's loop, whose turns are trained on

@@ -25,7 +25,7 @@ from examples.tiny.tools import call, conversation, make_tool_model
 
 SHARE_OF_CALLS = 0.4
 WORDS = ("calculator", "expression")
-SETTINGS = {"strands_system_prompt": "", "strands_max_turns": 3, "strands_timeout": 120.0}
+SETTINGS = {"strands_system_prompt": "", "strands_max_turns": 3, "strands_seconds": 120.0}
 
 
 def question(a: int, b: int) -> list[dict[str, str]]:
