@@ -24,9 +24,11 @@ from pathlib import Path
 
 import psutil
 
-from slime.utils.scratch import base, variables
-
 GUARD_FD_VARIABLE = "SLIME_GUARD_FD"
+TMPDIR = "TMPDIR"
+_INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"
+SHORTEST_BASE = Path("/tmp")
+_LONGEST_BASE = 36  # characters: Ray puts sockets into the folder, and the path of a socket has at most 107
 _KILL_TIMEOUT_S = 5.0
 _TAIL_BYTES = 64 * 1024
 _SHARED_MEMORY = Path("/dev/shm")
@@ -34,6 +36,19 @@ _CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 # Name prefixes of SGLang's tables and queues, and of the semaphores and blocks of multiprocessing. Files that other
 # programs share with a server, such as weights, have other names and must survive.
 _MADE_BY_SERVERS = ("sglang_loads_", "sgl_shm_mq_", "sem.mp-", "psm_")
+
+
+def temporary_base() -> Path:
+    """The folder of temporary folders: that of ``RAY_TMPDIR`` or ``TMPDIR``, unless it is too long for sockets."""
+    chosen = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())
+    return chosen if len(str(chosen)) <= _LONGEST_BASE else SHORTEST_BASE
+
+
+def temporary_variables(folder: Path | str) -> dict[str, str]:
+    """Environment of processes whose temporary files belong into ``folder``."""
+    # torch's default for compiled kernels is a folder in TMPDIR, but later runs need them as well.
+    cache = Path.home() / ".cache" / "slime" / "torchinductor"
+    return {TMPDIR: str(folder), _INDUCTOR: os.environ.get(_INDUCTOR, str(cache))}
 
 
 class GuardedProcess:
@@ -45,9 +60,9 @@ class GuardedProcess:
         self._is_stopped = False
         log_path.parent.mkdir(parents=True, exist_ok=True)
         read_end, self._guard = os.pipe()  # not inheritable: other children must not hold the write end open
-        self._folder = tempfile.mkdtemp(prefix="slime-process-", dir=base())
+        self._folder = tempfile.mkdtemp(prefix="slime-process-", dir=temporary_base())
         guard = {GUARD_FD_VARIABLE: f"{read_end}:{self._folder}"}
-        environment = dict(os.environ) | variables(self._folder) | dict(env or {}) | guard
+        environment = dict(os.environ) | temporary_variables(self._folder) | dict(env or {}) | guard
         try:
             with log_path.open("wb") as log:
                 self._process = subprocess.Popen(

@@ -18,35 +18,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from slime.utils import process
 from slime.utils.errors import ConfigError
 from slime.utils.files import FILE, RunLock
 
 PREFIX = "slime-run-"
-_SHORTEST_BASE = Path("/tmp")
-_LONGEST_BASE = 36  # characters: Ray puts sockets into the folder, and the path of a socket has at most 107
-_INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"
-_TMPDIR = "TMPDIR"
-
-
-def base() -> Path:
-    """The folder of such folders: that of ``RAY_TMPDIR`` or ``TMPDIR``, unless its path is too long for sockets."""
-    chosen = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())
-    return chosen if len(str(chosen)) <= _LONGEST_BASE else _SHORTEST_BASE
-
-
-def variables(folder: Path | str) -> dict[str, str]:
-    """Environment of processes whose temporary files belong into ``folder``."""
-    # torch's default for compiled kernels is a folder in TMPDIR, but later runs need them as well.
-    cache = Path.home() / ".cache" / "slime" / "torchinductor"
-    return {_TMPDIR: str(folder), _INDUCTOR: os.environ.get(_INDUCTOR, str(cache))}
 
 
 @contextlib.contextmanager
 def scratch_folder() -> Iterator[Path]:
     """A new folder for temporary files of this process and its children. Deleted after the block."""
-    folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base()))
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=process.temporary_base()))
     lock = RunLock(folder, str(folder), "It is the folder of another run")
-    values = variables(folder)
+    values = process.temporary_variables(folder)
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     chosen, tempfile.tempdir = tempfile.tempdir, str(folder)
@@ -84,7 +68,7 @@ class LeftFolder:
 
 def left_folders() -> list[LeftFolder]:
     """The folders of all runs of this user on this machine, with those of live runs."""
-    bases = sorted({base(), Path(tempfile.gettempdir()), _SHORTEST_BASE})
+    bases = sorted({process.temporary_base(), Path(tempfile.gettempdir()), process.SHORTEST_BASE})
     found = [path for one in bases for path in sorted(one.glob(f"{PREFIX}*")) if _is_ours(path)]
     return [LeftFolder(path, _num_bytes(path), _used_by(path)) for path in found]
 
@@ -105,7 +89,9 @@ def _used_by(path: Path) -> str | None:
         return "its run is alive"
     except OSError as error:
         return f"its lock cannot be read: {error}"
-    mine = [pid for pid in _pids() if f"{_TMPDIR}={path}\0".encode() in _environment(pid)]
+    # Engines and routers have a folder inside this one.
+    inside = [f"{process.TMPDIR}={path}{end}".encode() for end in ("\0", "/")]
+    mine = [pid for pid in _pids() if any(map(_environment(pid).__contains__, inside))]
     return f"its processes are alive: {', '.join(map(str, mine))}" if mine else None
 
 

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from slime.utils.files import FILE
-from slime.utils.scratch import PREFIX, base, clean, left_folders, scratch_folder
+from slime.utils.process import temporary_base
+from slime.utils.scratch import PREFIX, clean, left_folders, scratch_folder
 from tests.limits import Limit
 
 HOLD = """
@@ -37,7 +38,7 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Path:
     with tempfile.TemporaryDirectory(prefix="slime-test-", dir="/tmp") as folder:
         monkeypatch.setenv("TMPDIR", folder)
         monkeypatch.setattr(tempfile, "tempdir", None)
-        monkeypatch.setattr("slime.utils.scratch._SHORTEST_BASE", Path(folder))
+        monkeypatch.setattr("slime.utils.process.SHORTEST_BASE", Path(folder))
         yield Path(folder)
 
 
@@ -63,9 +64,9 @@ def test_temporary_files_of_the_block_and_its_children_are_in_one_folder(place: 
 
 def test_a_path_that_is_too_long_for_sockets_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_TMPDIR", "/scratch/" + "x" * 60)
-    assert base() == Path("/tmp")
+    assert temporary_base() == Path("/tmp")
     monkeypatch.setenv("RAY_TMPDIR", "/scratch")
-    assert base() == Path("/scratch")
+    assert temporary_base() == Path("/scratch")
 
 
 def test_the_reaper_deletes_the_folder_of_a_killed_run(place: Path) -> None:
@@ -100,11 +101,14 @@ def test_clean_deletes_folders_of_dead_runs_only(place: Path, capsys: pytest.Cap
         alive.wait()
 
 
-def test_clean_keeps_a_folder_that_processes_of_a_dead_driver_still_use(place: Path) -> None:
+@pytest.mark.parametrize("inside", [".", "slime-process-x"])
+def test_clean_keeps_a_folder_that_processes_of_a_dead_driver_still_use(place: Path, inside: str) -> None:
     dead, left = holder("alone")
     os.kill(dead.pid, signal.SIGKILL)
     dead.wait()
-    orphan = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"], env={"TMPDIR": str(left)})
+    orphan = subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(100)"], env={"TMPDIR": str(left / inside)}
+    )
     try:
         (folder,) = left_folders()
         assert folder.used_by == f"its processes are alive: {orphan.pid}"
