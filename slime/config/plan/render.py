@@ -121,9 +121,8 @@ def _run_length(batch: BatchPlan) -> str:
     epochs = ""
     if batch.num_prompts:
         epochs = f", {batch.num_rollouts * batch.prompts / batch.num_prompts:.3g} x the {batch.num_prompts} prompts"
-    return (
-        f"{batch.num_rollouts:,} rollouts ({batch.run_length}) = {steps:,} optimizer steps, {samples:,} samples{epochs}"
-    )
+    rollouts = f"{batch.num_rollouts:,} rollout{'s' * (batch.num_rollouts != 1)} ({batch.run_length})"
+    return f"{rollouts} = {steps:,} optimizer step{'s' * (steps != 1)}, {samples:,} samples{epochs}"
 
 
 def _processes(plan: Plan, placement: Placement, layout: Layout) -> Iterable[RenderableType]:
