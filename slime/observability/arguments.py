@@ -36,6 +36,22 @@ class OutputArgs:
             "server, folder and key; --wandb-project is the project.",
         },
     )
+    metrics_port: int | None = field(
+        default=None,
+        metadata={
+            "help": "Serve the last value of every metric for Prometheus at this port of the driver, at /metrics."
+        },
+    )
+    metrics_host: str = field(default="127.0.0.1", metadata={"help": "Address of --metrics-port; 0.0.0.0 for all."})
+    trace_endpoint: str | None = field(
+        default=None,
+        metadata={
+            "metavar": "URL",
+            "help": "Send the spans of samples to this OpenTelemetry collector, http://HOST:4318 (OTLP over HTTP), and "
+            "a traceparent header to the engines.",
+        },
+    )
+    trace_share: float = field(default=1.0, metadata={"help": "Share of the samples with --trace-endpoint."})
     log_metric_lines: bool = field(
         default=False,
         metadata={

@@ -13,11 +13,12 @@ import secrets
 import time
 from argparse import Namespace
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from slime.observability.metric_table import describe
 from slime.observability.run_info import hide_secrets, plain_settings
 from slime.utils.errors import ConfigError
 from slime.utils.files import replacing
@@ -320,6 +321,52 @@ class TrackioSink:
 
     def close(self) -> None:
         self._run.finish()
+
+
+class PrometheusSink:
+    """``/metrics`` of the driver (``--metrics-port``): the last value of every metric.
+
+    ``train/loss`` is ``slime_train_loss{run="<experiment>"}``: every character but letters and digits becomes ``_``.
+    """
+
+    def __init__(self, args: Namespace, directory: Path) -> None:
+        from prometheus_client import CollectorRegistry, start_http_server
+
+        self._run = directory.name
+        self._last: dict[str, tuple[str, float]] = {}
+        registry = CollectorRegistry()
+        registry.register(self)
+        try:
+            self._server, _ = start_http_server(args.metrics_port, args.metrics_host, registry)
+        except (OSError, OverflowError) as error:
+            raise ConfigError(
+                f"--metrics-port {args.metrics_port} --metrics-host {args.metrics_host}: cannot listen there: {error}. "
+                "Choose a free port; 0 lets the system choose."
+            ) from None
+        self.url = f"http://{args.metrics_host}:{self._server.server_port}/metrics"
+        logger.info("metrics for Prometheus: %s", self.url)
+
+    def collect(self) -> Iterator[Any]:
+        """One gauge per metric. Called by the server, in its thread."""
+        from prometheus_client.core import GaugeMetricFamily
+
+        for name, (metric, value) in sorted(dict(self._last).items()):
+            entry = describe(metric)
+            unit = f" ({entry.unit})" if entry is not None and entry.unit else ""
+            gauge = GaugeMetricFamily(
+                name, metric if entry is None else f"{metric}: {entry.meaning}{unit}", labels=["run"]
+            )
+            gauge.add_metric([self._run], value)
+            yield gauge
+
+    def log(self, metrics: Mapping[str, Any], step_key: str, step: int) -> None:
+        values = _numbers(metrics) | {step_key: step, "last_record_timestamp_seconds": time.time()}
+        named = {name: ("slime_" + re.sub(r"[^a-zA-Z0-9]", "_", name), value) for name, value in values.items()}
+        self._last |= {prometheus: (name, float(value)) for name, (prometheus, value) in named.items()}
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
 
 
 TRACKERS: dict[str, Callable[[Namespace, Path], Any]] = {

@@ -17,8 +17,10 @@ import inspect
 import itertools
 import logging
 import os
+import re
 import time
 import uuid
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
@@ -58,6 +60,8 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 TRACE_VERSION = 1
+# Ids of OpenTelemetry.
+_TRACE_ID, SPAN_ID = re.compile(r"[0-9a-f]{32}"), re.compile(r"[0-9a-f]{16}")
 
 # (trace id, span id) of the open spans of this task, outermost first.
 _OPEN: ContextVar[tuple[tuple[str, str], ...]] = ContextVar("slime_open_spans", default=())
@@ -161,6 +165,28 @@ def import_trace(payload: Mapping[str, Any], carrier: dict[str, Any] | None = No
         attempt=payload.get("attempt") or 0,
         parent_span_id=payload.get("parent_span_id"),
     )
+
+
+def is_exported(trace_id: str, share: float) -> bool:
+    """Whether a trace is in the share that is exported. Follows from the id, so header and exporter agree."""
+    return _TRACE_ID.fullmatch(trace_id) is not None and int(trace_id[-8:], 16) < share * 16**8
+
+
+def trace_headers(args: Namespace, sample: Sample) -> dict[str, str]:
+    """``traceparent`` of a request, inside the span of the request. Empty without ``--trace-endpoint``.
+
+    Its last field is 00 for a trace that is not exported: engines record no spans for it.
+    """
+    settings = vars(args)
+    if settings.get("trace_endpoint") is None:
+        return {}
+    known = export_trace(bind_trace(sample))
+    trace_id, span_id = str(known["trace_id"]), str(known["parent_span_id"])
+    if not (_TRACE_ID.fullmatch(trace_id) and SPAN_ID.fullmatch(span_id)):
+        return {}  # ids of a user's own trace
+    return {
+        "traceparent": f"00-{trace_id}-{span_id}-{'01' if is_exported(trace_id, settings['trace_share']) else '00'}"
+    }
 
 
 def trace_event(target: Any, name: str, *, attrs: Mapping[str, Any] | None = None) -> None:

@@ -6,6 +6,7 @@
                                                                 with --use-tensorboard; TENSORBOARD_DIR beats both
     log           --log-metric-lines                            the driver's output
     wandb         --use-wandb                                   its own folder or server
+    prometheus    --metrics-port                                http://<driver>:<port>/metrics
     others        --trackers mlflow swanlab trackio             their own folders or servers
 
 The driver owns the only tracker of a run. A sink gets names, numbers and steps.
@@ -26,7 +27,7 @@ from typing import Any, Protocol
 
 from slime.observability.metric_utils import compute_rollout_step
 from slime.observability.run_info import write_run_info
-from slime.observability.sinks import RUN_IDS, TRACKERS, JsonlSink, LogSink, TensorboardSink, WandbSink
+from slime.observability.sinks import RUN_IDS, TRACKERS, JsonlSink, LogSink, PrometheusSink, TensorboardSink, WandbSink
 from slime.utils.errors import ConfigError
 from slime.utils.files import RunLock
 
@@ -183,6 +184,8 @@ def _chosen_sinks(args: Namespace, directory: Path, started: str) -> Iterator[Si
         yield LogSink()
     if args.use_wandb:
         yield WandbSink(args)
+    if args.metrics_port is not None:
+        yield PrometheusSink(args, directory)
     for name in dict.fromkeys(args.trackers):
         try:
             yield TRACKERS[name](args, directory)

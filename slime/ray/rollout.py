@@ -8,7 +8,7 @@ import logging
 import time
 from argparse import Namespace
 from collections.abc import Callable
-from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import ray
 
@@ -22,10 +22,10 @@ from slime.data.sample import Sample, iter_samples
 from slime.hooks.load import load_function
 from slime.models.cost import calculate_fwd_flops
 from slime.models.hf_shape import read_shape
+from slime.observability.finished_samples import FinishedSamples
 from slime.observability.logging_utils import configure_logger
 from slime.observability.rollout_metrics import log_eval_rollout_data, log_rollout_data, mean_reward
-from slime.observability.sample_record import BackgroundWriter, Example, record_rollout
-from slime.observability.tracking import run_directory
+from slime.observability.sample_record import Example
 from slime.ray.data_buffer import DataBufferClient
 from slime.ray.engines.http_workers import HttpWorkers, are_wanted, start_http_workers
 from slime.ray.engines.servers import RolloutServers
@@ -44,7 +44,6 @@ from slime.utils.http_utils import set_sender
 logger = logging.getLogger(__name__)
 
 _FAULT = "slime_plugins.ci_test.StopFirstEngine"
-_RECORDS_TIMEOUT_S = 5.0
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -67,7 +66,7 @@ class RolloutManager:
         self._data_buffer = data_buffer
         self._servers: RolloutServers | None = None
         self._http_workers: HttpWorkers | None = None
-        self._records = BackgroundWriter()
+        self._finished = FinishedSamples(args)
         self._signal = SignalWatch(args)
         self._inject_fault: Any = None
 
@@ -124,7 +123,7 @@ class RolloutManager:
             self._data_buffer.save(rollout_id)
         samples = list(iter_samples(groups))
         save_debug_rollout_data(self._args.save_debug_rollout_data, samples, rollout_id=rollout_id, evaluation=False)
-        self._record(samples, rollout_id, "rollout")
+        self._finished.write(samples, rollout_id, "rollout")
         seconds = time.monotonic() - started
         metrics = log_rollout_data(rollout_id, self._args, samples, metrics, seconds, self._log_rollout)
         num_groups = len({sample.group_index for sample in samples})
@@ -197,17 +196,10 @@ class RolloutManager:
         output = self._call(self._eval_function, rollout_id, evaluation=True)
         samples: list[Sample] = [s for result in output.data.values() for s in result.get("samples", [])]
         save_debug_rollout_data(self._args.save_debug_rollout_data, samples, rollout_id=rollout_id, evaluation=True)
-        self._record(samples, rollout_id, "eval")
+        self._finished.write(samples, rollout_id, "eval")
         versions = {int(v) for s in samples for v in s.weight_versions if str(v).isdecimal()}
         known = {"eval/weight_version": float(min(versions))} if versions else {}
         return known | log_eval_rollout_data(rollout_id, self._args, output.data, output.metrics, self._log_eval)
-
-    def _record(self, samples: list[Sample], rollout_id: int, kind: Literal["rollout", "eval"]) -> None:
-        run, limit = run_directory(self._args), self._args.record_samples
-        key = self._args.reward_key
-        record_rollout(
-            run, samples, rollout_id=rollout_id, limit=limit, reward_key=key, kind=kind, writer=self._records
-        )
 
     def under_way(self) -> str:
         """How far the rollout or evaluation is, for the console: ``9/16 groups``."""
@@ -215,8 +207,7 @@ class RolloutManager:
 
     def dispose(self) -> None:
         """Write the last records, then stop router, engines and HTTP workers."""
-        if not self._records.flush(_RECORDS_TIMEOUT_S):
-            logger.warning("the last files in <run>/samples were not written in %g s", _RECORDS_TIMEOUT_S)
+        self._finished.flush()
         if self._servers is not None:
             self._servers.stop()
             self._servers = None

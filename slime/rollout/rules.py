@@ -130,6 +130,18 @@ def _files(args: Namespace) -> Iterator[str]:
         yield from check_prompt_file(_at(dataset, "path"), dataset.path)
 
 
+def _tracing(args: Namespace) -> Iterator[str]:
+    if args.trace_endpoint is not None and not args.trace_endpoint.startswith(("http://", "https://")):
+        yield f"--trace-endpoint {args.trace_endpoint} must be an address such as http://host:4318 (OTLP over HTTP)."
+    if args.trace_endpoint is not None and vars(args).get("router_enable_trace"):
+        yield (
+            "--router-enable-trace with --trace-endpoint: the router would start a trace of its own for every request, "
+            "without the spans of the sample. Leave it out: the router passes the header of the trace on."
+        )
+    if not 0 <= args.trace_share <= 1:
+        yield f"--trace-share {args.trace_share} must be from 0 to 1."
+
+
 def _stream(args: Namespace) -> Iterator[str]:
     for path in _paths(args) if args.streaming_data and args.prompt_data is not None else ():
         part = parse_path(path)[1]
@@ -301,7 +313,7 @@ def _returned_groups(args: Namespace) -> Iterator[str]:
 
 STEPS = (reward_type, chat_template)
 RULES = (
-    *(_files, _stream, _replay, _rewards, _evaluation, _http_workers),
+    *(_files, _stream, _replay, _rewards, _tracing, _evaluation, _http_workers),
     *(_training_rows, _evaluation_rows, _epoch, _supervised),
 )
 HOOK_RULES = (_evaluation_hooks, _returned_groups)

@@ -33,7 +33,7 @@ from slime.data.prompts import Dataset
 from slime.data.sample import Sample, SampleGroup, iter_samples
 from slime.data.sampling_mask import sampled_tokens
 from slime.hooks.load import can_be_called, load_function
-from slime.observability.trace_utils import build_sglang_meta_trace_attrs, trace_function, trace_span
+from slime.observability.trace_utils import build_sglang_meta_trace_attrs, trace_function, trace_headers, trace_span
 from slime.rollout import collect
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, complete_args
 from slime.rollout.custom_generate import (
@@ -228,7 +228,7 @@ async def generate(args: Namespace, sample: Sample, sampling_params: dict[str, A
             request.url,
             request.new_attempt,
             max_retries=request_retries(args),
-            headers=request.headers,
+            headers={**(request.headers or {}), **trace_headers(args, sample)} or None,
             timeout_s=args.rollout_request_timeout,
         )
     output = check_reply(request, sample, await with_packed_experts(reply))

@@ -14,7 +14,7 @@ from typing import Any
 
 from slime.data.sample import Sample
 from slime.data.sampling_mask import OUTPUT_LISTS, sampled_tokens
-from slime.observability.trace_utils import build_sglang_meta_trace_attrs, trace_span
+from slime.observability.trace_utils import build_sglang_meta_trace_attrs, trace_headers, trace_span
 from slime.rollout import sglang_rollout
 from slime.rollout.engine_request import EngineRequest, check_reply, cut_stop_token, request_retries
 from slime.utils.errors import EngineError
@@ -52,7 +52,7 @@ async def generate_streaming(args: Namespace, sample: Sample, sampling_params: d
             lambda: request.new_attempt() | {"stream": True},
             receive,
             max_retries=request_retries(args),
-            headers=request.headers,
+            headers={**(request.headers or {}), **trace_headers(args, sample)} or None,
             timeout_s=args.rollout_request_timeout,
         )
     meta = response.meta_info

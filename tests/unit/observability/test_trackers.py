@@ -7,13 +7,19 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
+import math
 import os
+import re
 import subprocess
 import sys
+import time
+import urllib.request
 from argparse import Namespace
 from pathlib import Path
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from slime.observability.sinks import TRACKERS
 from slime.observability.tracking import create_tracker
@@ -117,3 +123,33 @@ def test_a_tracker_that_cannot_start_is_an_error_with_its_flag_and_cause(
     monkeypatch.setitem(TRACKERS, "trackio", refuses)
     with pytest.raises(ConfigError, match="--trackers trackio: the tracker could not start: the key is refused"):
         create_tracker(parsed("--trackers", "trackio"))
+
+
+def scraped(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=10) as reply:
+        return str(reply.read().decode())
+
+
+def test_prometheus_scrapes_the_last_value_of_every_metric_under_a_stable_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with caplog.at_level(logging.INFO):
+        tracker = create_tracker(parsed("--experiment-name", "mine", "--metrics-port", "0"))
+    (url,) = re.findall(r"http://127\.0\.0\.1:\d+/metrics", caplog.text)
+    tracker.log({"train/loss": 0.5, "train/lr-pg_0": 1e-6, "train/step": 3}, "train/step")
+    tracker.log({"train/loss": float("nan"), "mine/pass@1": True, "mine/text": "x", "train/step": 4}, "train/step")
+    text = scraped(url)
+    values = {family.name: family.samples for family in text_string_to_metric_families(text)}
+    assert math.isnan(values["slime_train_loss"][0].value)
+    assert values["slime_train_loss"][0].labels == {"run": "mine"}
+    assert values["slime_train_lr_pg_0"][0].value == 1e-6
+    assert (values["slime_mine_pass_1"][0].value, values["slime_train_step"][0].value) == (1, 4)
+    assert abs(values["slime_last_record_timestamp_seconds"][0].value - time.time()) < 100
+    assert "mine_text" not in text
+    assert "# HELP slime_train_loss train/loss: what is differentiated" in text
+    with pytest.raises(ConfigError, match=r"--metrics-port \d+ .*cannot listen there"):
+        create_tracker(parsed("--experiment-name", "other", "--metrics-port", url.split(":")[2].split("/")[0]))
+    tracker.close()
+    with pytest.raises(OSError, match="refused"):
+        scraped(url)

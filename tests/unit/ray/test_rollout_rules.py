@@ -30,6 +30,12 @@ def tiny(tmp_path: Path) -> TinyCommand:
         (_SUPERVISED, "--n-samples-per-prompt 4 must be 1"),
         (f"{_SUPERVISED} --n-samples-per-prompt 1 --apply-chat-template", "--apply-chat-template makes text of the"),
         (f"{_SUPERVISED} --disable-rollout-global-dataset", "drop --disable-rollout-global-dataset"),
+        ("--trace-endpoint collector:4318", "--trace-endpoint collector:4318 must be an address such as http://"),
+        ("--trace-share 1.5", "--trace-share 1.5 must be from 0 to 1"),
+        (
+            "--trace-endpoint http://c:4318 --router-enable-trace",
+            "--router-enable-trace with --trace-endpoint: the router",
+        ),
         (f"--partial-rollout {_READ_ONLY}", "is read-only, but --partial-rollout returns unfinished groups to it"),
         (f"{_FULLY_ASYNC} {_READ_ONLY}", "is read-only, but --rollout-function-path slime.rollout.fully_async"),
         (
