@@ -12,15 +12,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = [
-    "END_OF_THOUGHT",
-    "ParsedModelOutput",
-    "ToolUse",
-    "as_object",
-    "parse_model_output",
-    "parse_tool_uses",
-    "parse_xml_tool_uses",
-]
+__all__ = ["ParsedModelOutput", "ToolUse", "as_object", "parse_model_output", "parse_tool_uses", "parse_xml_tool_uses"]
 
 logger = logging.getLogger(__name__)
 

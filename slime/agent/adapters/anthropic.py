@@ -20,6 +20,7 @@ from slime.agent.adapters.wire import (
     messages_of,
     model_of,
     new_id,
+    said,
     sid_from_bearer,
     tool_call_dict,
     tool_dict,
@@ -62,19 +63,15 @@ class AnthropicAdapter(BaseAdapter):
 
     def _reply_parts(self, parsed: ParsedModelOutput) -> tuple[list[Block], Message]:
         blocks: list[Block] = []
-        message: Message = {"role": "assistant", "content": parsed.text}
         if parsed.reasoning:
             # The protocol requires a signature, and the client sends it back. Its value is not read.
             blocks.append({"type": "thinking", "thinking": parsed.reasoning, "signature": ""})
-            message["reasoning_content"] = parsed.reasoning
         if parsed.text:
             blocks.append({"type": "text", "text": parsed.text})
         for use in parsed.tool_uses:
             blocks.append({"type": "tool_use", "id": new_id("toolu", 16), "name": use["name"], "input": use["input"]})
-        if parsed.tool_uses:
-            message["tool_calls"] = [tool_call_dict(use["name"], use["input"]) for use in parsed.tool_uses]
         # An answer without any block is invalid.
-        return blocks or [{"type": "text", "text": ""}], message
+        return blocks or [{"type": "text", "text": ""}], said(parsed)
 
     def _whole(self, body: dict[str, Any], reply: Reply, in_tok: int, out_tok: int) -> dict[str, Any]:
         return {

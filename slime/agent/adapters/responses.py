@@ -20,6 +20,7 @@ from slime.agent.adapters.wire import (
     flatten_content,
     model_of,
     new_id,
+    said,
     tool_call_dict,
     tool_dict,
 )
@@ -27,13 +28,9 @@ from slime.agent.parsing import ParsedModelOutput, as_object
 from slime.agent.trajectory import Message
 
 if TYPE_CHECKING:
-    from openai.types.responses import (
-        ResponseFunctionToolCallParam,
-        ResponseOutputMessageParam,
-        ResponseReasoningItemParam,
-    )
+    from openai.types import responses as types
 
-    Item = ResponseReasoningItemParam | ResponseOutputMessageParam | ResponseFunctionToolCallParam
+    Item = types.ResponseReasoningItemParam | types.ResponseOutputMessageParam | types.ResponseFunctionToolCallParam
 
 _ROLES = {"user": "user", "system": "system", "developer": "system"}
 
@@ -66,9 +63,7 @@ class Responses(Dialect):
 
     def _reply_parts(self, parsed: ParsedModelOutput) -> tuple[list[Item], Message]:
         items: list[Item] = []
-        message: Message = {"role": "assistant", "content": parsed.text}
         if parsed.reasoning:
-            message["reasoning_content"] = parsed.reasoning
             items.append(
                 {
                     "type": "reasoning",
@@ -99,8 +94,7 @@ class Responses(Dialect):
                     "status": "completed",
                 }
             )
-        if parsed.tool_uses:
-            message["tool_calls"] = [tool_call_dict(use["name"], use["input"]) for use in parsed.tool_uses]
+        message = said(parsed)
         self._responses[self._id] = [*self._conversation, message]
         return items, message
 

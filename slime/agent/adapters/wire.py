@@ -187,6 +187,16 @@ def tool_call_dict(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
+def said(parsed: ParsedModelOutput) -> Message:
+    """A whole turn as a message for chat templates."""
+    message: Message = {"role": "assistant", "content": parsed.text}
+    if parsed.reasoning:
+        message["reasoning_content"] = parsed.reasoning
+    if parsed.tool_uses:
+        message["tool_calls"] = [tool_call_dict(use["name"], use["input"]) for use in parsed.tool_uses]
+    return message
+
+
 def tool_dict(tool: dict[str, Any], parameters: Any) -> dict[str, Any]:
     """A tool for chat templates. ``parameters``: its JSON schema, if it has one."""
     schema = parameters or {"type": "object", "properties": {}}

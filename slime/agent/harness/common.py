@@ -216,16 +216,12 @@ class NpmHarness(BaseHarness):
     check_cmd: ClassVar[str] = ""
 
     @abstractmethod
-    def command(self, prompt: str) -> str:
-        """The shell command that works on ``prompt``."""
-
-    @abstractmethod
-    def variables(self, ctx: HarnessContext) -> dict[str, str]:
-        """Environment variables of a run: the model's server and the key."""
+    def start(self, ctx: HarnessContext, prompt: str) -> tuple[str, dict[str, str]]:
+        """The command that works on ``prompt``, which is quoted, and the variables with the model's server and key."""
 
     async def launch_and_wait(self, sb: Sandbox, ctx: HarnessContext, prompt: str, time_budget_sec: int) -> int:
-        env = self.environment(**self.variables(ctx))
-        command = self.command(prompt)
+        command, variables = self.start(ctx, shlex.quote(prompt))
+        env = self.environment(**variables)
         return await run_agent(sb, workdir=ctx.workdir, start_cmd=command, env=env, time_budget_sec=time_budget_sec)
 
     async def install_cli(self, sb: Sandbox) -> None:
@@ -260,12 +256,10 @@ class ClaudeCodeHarness(NpmHarness):
         for path in (f"{AGENT_HOME}/.claude.json", f"{AGENT_HOME}/.claude/settings.json"):
             await sb.write_file(path, _CONFIG, user="agent")
 
-    def command(self, prompt: str) -> str:
-        return f"{_PROGRAM} -p {shlex.quote(prompt)} {self.launch_words()}".rstrip()
-
-    def variables(self, ctx: HarnessContext) -> dict[str, str]:
+    def start(self, ctx: HarnessContext, prompt: str) -> tuple[str, dict[str, str]]:
         server, key = {"ANTHROPIC_BASE_URL": ctx.adapter_url}, {"ANTHROPIC_AUTH_TOKEN": ctx.session_id}
-        return server | key | {"ANTHROPIC_MODEL": ctx.model_label}
+        variables = server | key | {"ANTHROPIC_MODEL": ctx.model_label}
+        return f"{_PROGRAM} -p {prompt} {self.launch_words()}".rstrip(), variables
 
 
 _FOLDER = f"{AGENT_HOME}/.codex"
@@ -298,8 +292,6 @@ class CodexHarness(NpmHarness):
             check=True,
         )
 
-    def command(self, prompt: str) -> str:
-        return " ".join(filter(None, ["codex exec", self.launch_words(), shlex.quote(prompt)]))
-
-    def variables(self, ctx: HarnessContext) -> dict[str, str]:
-        return {"OPENAI_API_KEY": ctx.session_id, "OPENAI_BASE_URL": f"{ctx.adapter_url}/v1"}
+    def start(self, ctx: HarnessContext, prompt: str) -> tuple[str, dict[str, str]]:
+        variables = {"OPENAI_API_KEY": ctx.session_id, "OPENAI_BASE_URL": f"{ctx.adapter_url}/v1"}
+        return " ".join(filter(None, ["codex exec", self.launch_words(), prompt])), variables
