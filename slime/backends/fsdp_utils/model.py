@@ -65,8 +65,6 @@ def build_model(
             model = AutoModelForCausalLM.from_config(
                 config, dtype=torch.float32, attn_implementation=attention or PACKED, trust_remote_code=True
             )
-            if adapters is not None:
-                add_adapters(model, adapters, compute_dtype)
     except (ValueError, ImportError) as error:
         raise ConfigError(f"--train-backend fsdp: transformers cannot build this model: {error}") from error
     model.tie_weights()  # before sharding: FSDP must see one parameter
@@ -74,6 +72,8 @@ def build_model(
     if checkpoints_layers:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     layers = _decoder_layers(model)
+    if adapters is not None:
+        add_adapters(model, adapters, compute_dtype)
     # Sums of gradients over the ranks are fp32.
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     for module in (*layers, model):

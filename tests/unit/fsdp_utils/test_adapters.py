@@ -17,7 +17,7 @@ from slime.config.plan.engine import weight_sync
 from slime.config.plan.layout import read_layout
 from slime.config.plan.memory import stage_memory
 from slime.config.plan.shape import read_shape
-from slime.utils.errors import SlimeError
+from slime.utils.errors import ConfigError, SlimeError
 from tests.unit.fsdp_utils.test_fsdp_trainer import _trained, _trainer, _two_steps
 from tests.unit.megatron_utils.tiny_families import make_family_checkpoint
 from tests.unit.megatron_utils.tiny_trainer import make_hf_model, single_rank
@@ -131,6 +131,12 @@ def test_names_of_mlps_in_a_model_with_experts_are_not_those_of_the_experts(tmp_
     assert ours[0].rollout == pytest.approx(theirs[0].rollout, rel=1e-4, abs=2e-6)
     for name, value in expected_weights.items():
         torch.testing.assert_close(weights[name], value, atol=2e-5, rtol=0)
+
+
+def test_a_model_that_cannot_be_sharded_is_named_before_its_layers_get_adapters(tmp_path: Path) -> None:
+    make_family_checkpoint("qwen3_5", tmp_path / "model")
+    with pytest.raises(ConfigError, match="is not supported yet: its layers carry a state"):
+        _trainer(tmp_path / "model", **LORA)
 
 
 @pytest.mark.parametrize("backend", ["fsdp", "megatron"])
