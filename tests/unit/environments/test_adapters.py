@@ -73,9 +73,7 @@ def test_an_environment_of_the_verifiers_hub_passes_the_doctor():
     assert set(found) <= {"tasks differ"}
 
 
-def test_replies_of_the_model_that_verifiers_refuses_earn_nothing_and_failures_of_the_engine_are_raised(
-    HUB,
-):
+def test_verifiers_scores_an_empty_reply_and_raises_failures_of_the_engine():
     environment = load(HUB)
     task = environment.task(0)
     assert asyncio.run(play(environment, task, Script([""]), 60)).reward == 0.0
@@ -109,6 +107,7 @@ def test_a_cancelled_episode_of_an_mcp_server_is_cancelled_and_its_server_ends(c
     assert [child for child in psutil.Process().children() if "codes_server.py" in " ".join(child.cmdline())] == []
 
 
+@pytest.mark.slow
 def test_tools_of_an_mcp_server_pass_the_doctor(codes):
     name, options = codes
     assert problems(name, tasks=2, **options) == {}
