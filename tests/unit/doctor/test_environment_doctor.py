@@ -353,7 +353,7 @@ def test_a_healthy_environment_has_no_problem(kind):
 def test_a_planted_defect_is_named(kind, request):
     if kind is not OtherPromptInAnotherProcess:
         request.getfixturevalue("no_other_process")
-    found = findings(kind, timeout={Hangs: 1.0, OneAtATime: 10.0}.get(kind, 60.0))
+    found = findings(kind, timeout={Hangs: 1.0, OneAtATime: 20.0}.get(kind, 60.0))
     problems = {what for what, (status, _) in found.items() if status != "ok"}
     assert DEFECTS[kind] in problems, found
     if kind is OtherPromptInAnotherProcess:
