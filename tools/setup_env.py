@@ -109,9 +109,9 @@ def steps(device: str) -> list[tuple[str, list[str]]]:
         elif line.strip() and not line.startswith("#"):
             result[-1][1].append(line.strip())
     # Steps without a reason to be apart go to pip together: it then solves for them once.
-    merged = [argument for _, arguments in result[2:] for argument in arguments]
+    merged = [argument for _, arguments in result[2:-1] for argument in arguments]
     own = ["--no-deps", "--no-build-isolation", "-e", str(ROOT)]
-    return [*result[:2], ("what they import, and tools", merged), ("slime", own)]
+    return [*result[:2], ("what they import, and tools", merged), ("optional", result[-1][1]), ("slime", own)]
 
 
 def pip(python: Path, title: str, arguments: list[str]) -> None:
@@ -119,7 +119,9 @@ def pip(python: Path, title: str, arguments: list[str]) -> None:
     command = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *arguments]
     # Its output is for failures only: it would warn about the GPU libraries of SGLang that are left out on purpose.
     done = subprocess.run(command, check=False, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    if done.returncode:
+    if done.returncode and title == "optional":
+        say(f"without {' '.join(arguments)}: {(done.stdout.splitlines() or ['pip has no message'])[-1]}")
+    elif done.returncode:
         sys.exit(fail(f"pip could not install {title} (exit code {done.returncode}):\n{done.stdout}"))
 
 

@@ -12,6 +12,9 @@ from tests.e2e.running import metrics, run_train, values
 
 pytestmark = pytest.mark.e2e
 
+for package in ("reasoning_gym", "verifiers", "mcp"):
+    pytest.importorskip(package, reason=f"pip install 'slime[{package.replace('_', '-')}]'")
+
 
 @pytest.mark.slow
 def test_rewards_of_three_packages_are_trained_on_with_the_probabilities_of_the_engine(tiny_task, tmp_path):

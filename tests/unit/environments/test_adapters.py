@@ -23,6 +23,9 @@ from slime.environments import ADAPTERS, Adapter, Model, load
 from slime.environments.rollout import generate
 from slime.utils.errors import ConfigError, DataError
 
+for package in ("reasoning_gym", "verifiers", "mcp"):
+    pytest.importorskip(package, reason=f"pip install 'slime[{package.replace('_', '-')}]'")
+
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "environments"
 CODES = {"amber": "4711", "basil": "1234", "cedar": "9876", "mint": "5555"}
 

@@ -19,11 +19,12 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_without_a_gpu_torch_comes_first_and_the_engines_without_their_dependencies() -> None:
-    (_, torch), (_, engines), (_, rest), (_, own) = setup_env.steps("cpu")
+    (_, torch), (_, engines), (_, rest), (_, optional), (_, own) = setup_env.steps("cpu")
     assert torch == ["torch==2.13.0"]
     assert engines == ["--no-deps", "sglang==0.5.23", "torchvision==0.28.0", "megatron-core==0.16.1"]
     assert "--no-deps" not in rest
     assert {"transformers==5.19.0", "ray[default]>=2.50", "dill", "jsonschema", "pytest>=8"} <= set(rest)
+    assert optional == ["reasoning-gym==0.1.25"]
     assert own[-2:] == ["-e", str(ROOT)]
 
 
@@ -58,6 +59,14 @@ def test_a_failing_pip_shows_its_message_and_leaves_no_stamp(tmp_path: Path) -> 
     assert done.returncode == 1
     assert "could not install torch (exit code 7):\nno such package" in done.stderr
     assert not (venv / "slime-setup.stamp").exists()
+
+
+def test_a_package_that_cannot_be_compiled_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    failing = Path("/bin/false")
+    setup_env.pip(failing, "optional", ["reasoning-gym"])
+    assert "without reasoning-gym" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        setup_env.pip(failing, "torch", ["torch"])
 
 
 def test_a_second_set_up_at_the_same_time_is_refused(tmp_path: Path) -> None:
