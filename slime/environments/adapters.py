@@ -1,6 +1,6 @@
 """Environments of other packages. A class is loaded by its name in ``slime.environments.ADAPTERS``.
 
-Each has at most 40 lines of code. The package is imported in ``__init__``, after the table's check that it is installed.
+Each has at most 40 lines of code. ``__init__`` imports the package, after the table's check that it is installed.
 """
 
 from __future__ import annotations

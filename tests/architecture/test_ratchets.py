@@ -15,13 +15,13 @@ from tests.architecture.sources import ROOT, Module, modules
 
 # Name of a measure -> today's number. Measures in LEAST must not fall below it, all others must not exceed it.
 LIMITS: dict[str, float] = {
-    "files": 392,
-    "lines": 67600,
-    "small files, %": 29.5,
-    "functions that take args, %": 7.4,
+    "files": 403,
+    "lines": 70400,
+    "small files, %": 28,
+    "functions that take args, %": 7.1,
     "writes to args": 3,
-    "getattr and hasattr per 1000 lines": 2.35,
-    "broad except per 1000 lines": 1.24,
+    "getattr and hasattr per 1000 lines": 2.2,
+    "broad except per 1000 lines": 1.23,
     "comments per 1000 lines": 35,
     "modules imported by one file": 28,
     "longest import chain": 13,
