@@ -17,6 +17,8 @@ import slime
 from slime.api import command_line
 from slime.data.chat import load_tokenizer
 from slime.data.sample import Sample
+from slime.doctor.environment_play import Script, play
+from slime.environments import load
 from slime.hooks.protocols import HOOKS
 from slime.ray import arguments
 from slime.ray.arguments import parse_only
@@ -163,6 +165,16 @@ def test_a_harness_runs_its_program_in_a_sandbox(tmp_path: Path, monkeypatch: py
     made = run_inside(snippet("docs/agents.md", "ClaudeCodeHarness"), image="image", sid="s", url="http://a:1")
     assert made["code"] == 0
     assert any("setsid" in cmd for cmd in commands)
+
+
+def test_an_environment_is_a_class_with_three_methods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_sums.py").write_text(snippet("docs/environments.md", "class Sums"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    environment = load("my_sums:Sums")
+    task = environment.task(3)
+    replies = (task.answer, "no number")
+    played = [asyncio.run(play(environment, task, Script([reply]), timeout_s=60.0)) for reply in replies]
+    assert [one.reward for one in played] == [1.0, 0.0]
 
 
 def test_every_python_block_of_a_page_runs() -> None:
