@@ -55,6 +55,8 @@ def test_unequal_engines_on_two_nodes_learn_beside_a_model_that_keeps_its_weight
     engines = tmp_path / "engines.yaml"
     engines.write_text(ENGINES)
     more = ("--rollout-num-gpus", 5, "--num-gpus-per-node", 1, "--sglang-config", engines)
+    # The engine of two processes may be silent for seconds if others need the cores. A death is seen without a request.
+    more += ("--rollout-health-check-timeout", 30)
     flags = flags_for(tiny_task, tmp_path, *more, reward="sevens_and_what_the_reference_says", num_rollout=ROLLOUTS)
     with running(flags, tmp_path) as run:
         router, first, second = run.urls()
