@@ -69,11 +69,19 @@ def _claim(port: int) -> socket.socket | None:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port without a listener. The port is not reserved, so bind it soon."""
-    with socket.socket(_family(host), socket.SOCK_STREAM) as probe:
-        probe.bind((_bare(host), 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port without a listener. The port is not reserved, so bind it soon.
+
+    Below the ephemeral ports: the kernel may give one of those to a connection before it is bound.
+    """
+    # SystemRandom, because processes that set the same seed must not choose the same port.
+    choose = random.SystemRandom()
+    first = _LAST_PORT - 8000
+    for _ in range(100):
+        if is_port_free(host, port := choose.randrange(first, _LAST_PORT)):
+            return port
+    raise SlimeError(
+        f"100 of the ports {first} to {_LAST_PORT} cannot be bound on {host}: is it an address of this host?"
+    )
 
 
 def is_port_free(host: str, port: int) -> bool:

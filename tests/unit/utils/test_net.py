@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from slime.utils import net
 from slime.utils.errors import SlimeError
-from slime.utils.net import claim_ports, url_host
+from slime.utils.net import claim_ports, free_port, url_host
 
 HOST = "127.0.0.1"
 
@@ -73,3 +75,15 @@ def test_when_no_port_is_left_the_range_is_named(monkeypatch: pytest.MonkeyPatch
 )
 def test_only_an_ipv6_address_gets_brackets(host: str, shown: str):
     assert url_host(host) == shown
+
+
+def test_a_free_port_is_none_that_the_kernel_gives_to_connections_and_none_of_a_process_with_the_same_seed() -> None:
+    first_ephemeral = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    ports = []
+    for _ in range(20):
+        random.seed(0)
+        ports.append(free_port())
+    assert len(set(ports)) > 10
+    assert max(ports) < first_ephemeral
+    with pytest.raises(SlimeError, match=r"192\.0\.2\.77"):
+        free_port("192.0.2.77")
