@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from slime.models.config_json import MOST_LAYERS, ConfigReader, load_model_config
-from slime.models.family import Family, families, why_not_built
+from slime.models.family import Family, Rule, families, why_not_built
 from slime.models.shape import (
     DeltaNetShape,
     Llama3Rope,
@@ -22,7 +22,6 @@ from slime.models.shape import (
     VisionShape,
     YarnRope,
 )
-from slime.models.tables import Rule
 from slime.utils.errors import ConfigError
 
 

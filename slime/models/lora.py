@@ -12,8 +12,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from slime.models.family import Rule
 from slime.models.shape import MlaShape, ModelShape, MoeShape
-from slime.models.tables import Rule
 from slime.utils.errors import ConfigError
 
 ALL_LINEAR = "all-linear"

@@ -4,8 +4,7 @@ Multi-latent attention, leading dense layers, shared experts, and a sigmoid rout
 choice of experts. In the checkpoint, the multi-token-prediction layer follows the decoder's layers.
 """
 
-from slime.models.family import Family
-from slime.models.tables import (
+from slime.models.family import (
     DEEPSEEK_MTP,
     DENSE_MLP,
     EMBEDDINGS,
@@ -13,6 +12,7 @@ from slime.models.tables import (
     MLA,
     ROUTER_BIAS,
     SHARED_EXPERTS,
+    Family,
     mtp_rules,
 )
 

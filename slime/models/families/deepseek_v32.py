@@ -6,7 +6,7 @@ Every tensor-parallel rank holds the whole indexer. Prediction layers are not bu
 from dataclasses import replace
 
 from slime.models.families.deepseek_v3 import DEEPSEEK_V3
-from slime.models.tables import DENSE_MLP, EMBEDDINGS, EXPERTS, INDEXER, MLA, ROUTER_BIAS, SHARED_EXPERTS
+from slime.models.family import DENSE_MLP, EMBEDDINGS, EXPERTS, INDEXER, MLA, ROUTER_BIAS, SHARED_EXPERTS
 
 # Queries are always compressed: the indexer reads the compressed ones.
 _LATENT = tuple(rule for rule in MLA if ".linear_q_proj." not in rule.megatron)

@@ -1,7 +1,6 @@
 """GLM-4 and GLM-Z1, dense (9B, 32B of April 2025): norms after attention and MLP, interleaved rope on half a head."""
 
-from slime.models.family import Family
-from slime.models.tables import ATTENTION, EMBEDDINGS, MLP_NORM, QKV_BIAS, decoder_line
+from slime.models.family import ATTENTION, EMBEDDINGS, MLP_NORM, QKV_BIAS, Family, decoder_line
 
 _MLP = (
     decoder_line("mlp.linear_fc1.weight", "mlp.gate_up_proj.weight", layout="gate_up", split="column"),

@@ -4,8 +4,7 @@ In the checkpoint, the multi-token-prediction layer follows the decoder's layers
 of the main ones.
 """
 
-from slime.models.family import Family
-from slime.models.tables import (
+from slime.models.family import (
     ATTENTION,
     DEEPSEEK_MTP,
     DENSE_MLP,
@@ -15,6 +14,7 @@ from slime.models.tables import (
     QKV_BIAS,
     ROUTER_BIAS,
     SHARED_EXPERTS,
+    Family,
     mtp_rules,
 )
 

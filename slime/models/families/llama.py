@@ -1,7 +1,6 @@
 """Llama 2 and 3.x: no biases, gated SiLU MLP. Llama 3.1 and later scale low rope frequencies."""
 
-from slime.models.family import Family
-from slime.models.tables import ATTENTION, DENSE_MLP, EMBEDDINGS
+from slime.models.family import ATTENTION, DENSE_MLP, EMBEDDINGS, Family
 
 LLAMA = Family(
     model_type="llama",

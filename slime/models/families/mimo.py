@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from slime.models.families.qwen2 import QWEN2
-from slime.models.tables import mtp_rules
+from slime.models.family import mtp_rules
 
 _MTP = ("token_layernorm.weight", "hidden_layernorm.weight", "input_proj.weight", "final_layernorm.weight")
 

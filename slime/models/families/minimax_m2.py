@@ -3,8 +3,7 @@
 Rope rotates the first ``rotary_dim`` columns of a head.
 """
 
-from slime.models.family import Family
-from slime.models.tables import ATTENTION, EMBEDDINGS, JOINT_QK_NORM, MLP_NORM, decoder_line
+from slime.models.family import ATTENTION, EMBEDDINGS, JOINT_QK_NORM, MLP_NORM, Family, decoder_line
 
 _MOE = "block_sparse_moe"
 _EXPERT = f"{_MOE}.experts.{{expert}}"

@@ -1,7 +1,6 @@
 """Qwen2 and Qwen2.5, dense: biases on the query, key and value projections, gated SiLU MLP."""
 
-from slime.models.family import Family
-from slime.models.tables import ATTENTION, DENSE_MLP, EMBEDDINGS, QKV_BIAS
+from slime.models.family import ATTENTION, DENSE_MLP, EMBEDDINGS, QKV_BIAS, Family
 
 QWEN2 = Family(
     model_type="qwen2",

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from slime.models.families.qwen2 import QWEN2
-from slime.models.tables import EXPERTS, GATED_SHARED_EXPERT
+from slime.models.family import EXPERTS, GATED_SHARED_EXPERT
 
 QWEN2_MOE = replace(
     QWEN2,

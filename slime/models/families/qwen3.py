@@ -1,7 +1,6 @@
 """Qwen3, dense: grouped-query attention with a norm on each query and key head, gated SiLU MLP."""
 
-from slime.models.family import Family
-from slime.models.tables import ATTENTION, DENSE_MLP, EMBEDDINGS, QK_NORM
+from slime.models.family import ATTENTION, DENSE_MLP, EMBEDDINGS, QK_NORM, Family
 
 QWEN3 = Family(
     model_type="qwen3",

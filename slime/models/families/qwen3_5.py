@@ -7,7 +7,7 @@ for runs with images. A checkpoint holds all experts of a layer as one tensor.
 from dataclasses import replace
 
 from slime.models.families.qwen3_next import HYBRID_DEFAULTS, QWEN3_NEXT
-from slime.models.tables import (
+from slime.models.family import (
     DENSE_MLP,
     EMBEDDINGS,
     EXPERTS,

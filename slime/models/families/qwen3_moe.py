@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from slime.models.families.qwen3 import QWEN3
-from slime.models.tables import EXPERTS
+from slime.models.family import EXPERTS
 
 QWEN3_MOE = replace(
     QWEN3,

@@ -4,14 +4,14 @@ Queries and keys are normalized per head, attention has an output gate, and rope
 multiply by 1 + weight, except that of the delta nets' output.
 """
 
-from slime.models.family import Family
-from slime.models.tables import (
+from slime.models.family import (
     DENSE_MLP,
     EMBEDDINGS,
     EXPERTS,
     GATED_ATTENTION,
     GATED_SHARED_EXPERT,
     QWEN_MTP,
+    Family,
     delta_net,
     mtp_rules,
 )

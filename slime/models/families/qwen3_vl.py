@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from slime.models.families.qwen3 import QWEN3
-from slime.models.tables import DEEPSTACK_MERGERS, VISION_TOWER, in_language_model
+from slime.models.family import DEEPSTACK_MERGERS, VISION_TOWER, in_language_model
 
 QWEN3_VL = replace(
     QWEN3,

@@ -20,7 +20,7 @@ from tests.unit.megatron_utils.tiny_trainer import make_args, make_batch, make_h
 
 TOY = """
 from slime.models.family import Family
-from slime.models.tables import ATTENTION, DENSE_MLP, EMBEDDINGS
+from slime.models.family import ATTENTION, DENSE_MLP, EMBEDDINGS
 
 CHANGED = []
 
