@@ -108,6 +108,8 @@ ADAPTERS = {
     "reasoning-gym": Adapter(f"{_HERE}:ReasoningGym", "reasoning_gym", "reasoning-gym"),
     "verifiers": Adapter(f"{_HERE}:Verifiers", "verifiers", "verifiers"),
     "mcp": Adapter(f"{_HERE}:McpTools", "mcp", "mcp"),
+    "openenv": Adapter(f"{_HERE}:OpenEnv", "openenv", "openenv"),
+    "harbor": Adapter("slime.environments.harbor:Harbor"),
 }
 
 
@@ -129,6 +131,8 @@ def load(name: str, **options: Any) -> Environment:
         _require(name, adapter)
         module, _, maker = adapter.path.partition(":")
         environment = vars(import_module(module))[maker](rest, **options)
+    except ConfigError:
+        raise
     except (TypeError, ValueError) as error:
         given = json.dumps(options, default=str)
         raise ConfigError(f"environment {name} with the options {given}: {type(error).__name__}: {error}") from error
@@ -169,8 +173,9 @@ async def converse(
             function = wanted["function"]
             try:
                 arguments = json.loads(function["arguments"] or "{}")
-                result = await call(function["name"], arguments)
+                problem = "" if isinstance(arguments, dict) else "the arguments are not a JSON object"
             except json.JSONDecodeError as error:
-                result = f"the arguments are not JSON: {error}"
+                problem = f"the arguments are not JSON: {error}"
+            result = problem or await call(function["name"], arguments)
             messages.append({"role": "tool", "tool_call_id": wanted["id"], "content": result})
     return ""

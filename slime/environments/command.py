@@ -14,7 +14,7 @@ from slime.utils.errors import ConfigError
 
 
 def tasks(words: Sequence[str]) -> int:
-    """Write the rows. Returns 0, or 2 for an environment that cannot be loaded."""
+    """Write the rows. Returns 0, or 2 for an environment that cannot be loaded or whose server fails."""
     parser = ArgumentParser(prog="slime tasks", description="Write tasks of an environment as rows for --prompt-data.")
     add_environment(parser)
     parser.add_argument("--output", type=Path, required=True, help="the .jsonl file")
@@ -27,7 +27,7 @@ def tasks(words: Sequence[str]) -> int:
     end = None if options.count is None else options.begin + options.count
     try:
         lines = [json.dumps(row) + "\n" for row in rows(options.name, options.options, options.begin, end)]
-    except ConfigError as error:
+    except (ConfigError, ConnectionError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     options.output.write_text("".join(lines), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Environments of three packages in one run of the real stack: their rewards, and the engine's log-probs."""
+"""Environments of four packages in one run of the real stack: their rewards, and the engine's log-probs."""
 
 from __future__ import annotations
 
@@ -12,27 +12,31 @@ from tests.e2e.running import metrics, run_train, values
 
 pytestmark = pytest.mark.e2e
 
-for package in ("reasoning_gym", "verifiers", "mcp"):
+for package in ("reasoning_gym", "verifiers", "mcp", "openenv"):
     pytest.importorskip(package, reason=f"pip install 'slime[{package.replace('_', '-')}]'")
 
 
 @pytest.mark.slow
-def test_rewards_of_three_packages_are_trained_on_with_the_probabilities_of_the_engine(tiny_task, tmp_path):
-    """Two rollouts. Each draws one task of every environment, and evaluation plays one of them."""
-    named = environments(tmp_path)
-    tasks = [row for name, options in named for row in rows(name, options, 0, 2)]
-    data = write_rows(tmp_path / "train.jsonl", [tasks[i + k] for k in range(2) for i in (0, 2, 4)])
+def test_rewards_of_four_packages_are_trained_on_with_the_probabilities_of_the_engine(tiny_task, tmp_path):
+    """Two rollouts. Each draws one task of every environment, and evaluation plays one of them.
+
+    ``environments`` starts counting_server.py at a free port.
+    """
     flags = [
-        *("--hf-checkpoint", tiny_task.model, "--prompt-data", data, "--label-key", "label", "--num-rollout", 2),
-        *("--rollout-batch-size", 3, "--n-samples-per-prompt", 2, "--rollout-max-response-len", 6),
+        *("--hf-checkpoint", tiny_task.model, "--label-key", "label", "--num-rollout", 2),
+        *("--rollout-batch-size", 4, "--n-samples-per-prompt", 2, "--rollout-max-response-len", 6),
         *("--custom-generate-function-path", "slime.environments.rollout.generate"),
-        *("--eval-prompt-data", "sums", f"{data}@[0:1]", "--eval-interval", 2, "--n-samples-per-eval-prompt", 1),
+        *("--eval-interval", 2, "--n-samples-per-eval-prompt", 1),
         *("--rollout-num-gpus", 1, "--actor-num-gpus-per-node", 1, "--fp32", "--lr", "1e-4"),
         *("--sglang-context-length", 256, "--sglang-max-total-tokens", 16384),
         *("--save-debug-rollout-data", tmp_path / "{rollout_id}.pt", "--output-dir", tmp_path),
         *("--experiment-name", "run"),
     ]
-    finished = run_train(flags, tmp_path)
+    with environments(tmp_path) as named:
+        tasks = [row for name, options in named for row in rows(name, options, 0, 2)]
+        data = write_rows(tmp_path / "train.jsonl", [tasks[i + k] for k in range(2) for i in (0, 2, 4, 6)])
+        flags += ["--prompt-data", data, "--eval-prompt-data", "sums", f"{data}@[0:1]"]
+        finished = run_train(flags, tmp_path)
     assert finished.status == 0, finished.output[-4000:]
     assert finished.survivors() == [], "a server of an episode is left"
     records = metrics(tmp_path / "run")

@@ -6,6 +6,7 @@ import asyncio
 import json
 import signal
 import sys
+import threading
 from argparse import Namespace
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from slime.doctor.environment_play import Script, play
 from slime.environments import ADAPTERS, Adapter, Model, load
 from slime.environments.rollout import generate
 from slime.utils.errors import ConfigError, DataError
+from tests.unit.environments.serving import serving
 
 for package in ("reasoning_gym", "verifiers", "mcp"):
     pytest.importorskip(package, reason=f"pip install 'slime[{package.replace('_', '-')}]'")
@@ -84,6 +86,15 @@ def test_verifiers_scores_an_empty_reply_and_raises_failures_of_the_engine():
     assert "ModelError" in type(failed.error).__name__
 
 
+def test_tools_of_a_verifiers_environment_are_offered_and_run():
+    environment = load("verifiers:tests.unit.environments.looked_up")
+    played = asyncio.run(play(environment, environment.task(0), Script([call_of("look_up", name="amber"), "4711"]), 60))
+    assert (played.error, played.reward) == (None, 1.0)
+    first, second = played.requests
+    assert [tool["function"]["name"] for tool in first["tools"]] == ["look_up"]
+    assert (second["messages"][-1]["role"], second["messages"][-1]["content"]) == ("tool", "4711")
+
+
 def test_verifiers_is_loaded_in_any_thread_and_leaves_the_handlers_of_signals():
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     environment = asyncio.run(asyncio.to_thread(load, HUB, count=3))
@@ -126,9 +137,61 @@ def test_the_policy_sees_the_tools_of_the_server_and_their_results(codes):
     (tool,) = first["tools"]
     assert (tool["function"]["name"], list(tool["function"]["parameters"]["properties"])) == ("look_up", ["name"])
     assert second["messages"][-1] == {"role": "tool", "tool_call_id": "1", "content": "1234"}
-    wrong = asyncio.run(play(environment, task, Script([call_of("nothing"), call_of("look_up"), "?"]), 60))
-    assert wrong.reward == 0.0
-    assert len(wrong.requests) == 3, "a wrong call is answered with its error"
+    no_object = {"content": "", "tool_calls": [{**call_of("look_up")["tool_calls"][0]}]}
+    no_object["tool_calls"][0]["function"] = {"name": "look_up", "arguments": "[1]"}
+    wrong = asyncio.run(play(environment, task, Script([call_of("nothing"), call_of("look_up"), no_object, "?"]), 60))
+    assert (wrong.error, wrong.reward) == (None, 0.0)
+    assert len(wrong.requests) == 4, "a wrong call is answered with its error"
+    assert wrong.requests[-1]["messages"][-1]["content"] == "the arguments are not a JSON object"
+
+
+@pytest.fixture
+def served(codes):
+    """(name, options, event) of the same tasks with a server of this process over HTTP. The event lets ``wait`` end."""
+    from mcp.server.fastmcp import FastMCP
+
+    server, released = FastMCP("codes", log_level="ERROR"), threading.Event()
+
+    @server.tool()
+    def look_up(name: str) -> str:
+        return CODES.get(name, "unknown name")
+
+    @server.tool()
+    async def wait() -> str:
+        await asyncio.to_thread(released.wait, 60)
+        return "done"
+
+    with serving(server.streamable_http_app()) as (url, end):
+
+        def stop() -> None:
+            released.set()
+            end()
+
+        yield codes[0], {"url": f"{url}/mcp"}, stop
+        released.set()
+
+
+def test_a_server_over_http_serves_episodes_at_once(served):
+    name, options, _ = served
+    environment = load(name, **options)
+
+    async def all_tasks() -> list[float | None]:
+        tasks = [environment.task(index) for index in range(len(environment))]
+        return [one.reward for one in await asyncio.gather(*(play(environment, t, Script(t.good), 60) for t in tasks))]
+
+    assert asyncio.run(all_tasks()) == [1.0] * len(CODES)
+
+
+def test_a_server_over_http_that_is_silent_or_gone_fails_the_episode(served):
+    name, options, stop = served
+    environment = load(name, **options, call_timeout=1.0)
+    silent = asyncio.run(play(environment, environment.task(0), Script([call_of("wait"), "?"]), 60))
+    assert isinstance(silent.error, ConnectionError)
+    assert str(silent.error).startswith(f"MCP server {options['url']}: Timed out while waiting for response to")
+    stop()
+    gone = asyncio.run(play(environment, environment.task(0), Script([call_of("wait"), "?"]), 60))
+    assert isinstance(gone.error, ConnectionError)
+    assert "connection attempts failed" in str(gone.error)
 
 
 def test_an_error_of_the_engine_leaves_the_server_as_it_is(codes):
@@ -150,7 +213,9 @@ def test_a_package_that_is_not_installed_is_named_with_the_command_that_installs
         ("reasoning-gym:no_such", {}, "'no_such' not registered"),
         ("reasoning-gym:chain_sum", {"sise": 3}, '{"sise": 3}.*unexpected keyword argument'),
         ("no_such", {}, "names no function"),
-        ("mcp:rows.jsonl", {}, "missing 1 required positional argument: 'command'"),
+        ("mcp:rows.jsonl", {}, "mcp:rows.jsonl: give the server as command or as url, one of them"),
+        ("mcp:rows.jsonl", {"command": ["x"], "url": "http://x"}, "as command or as url, one of them"),
+        ("mcp:rows.jsonl", {"command": ["no-such-program"]}, "there is no program 'no-such-program'"),
     ],
 )
 def test_a_wrong_name_or_option_is_an_error_that_names_it(name, options, message):
@@ -161,7 +226,7 @@ def test_a_wrong_name_or_option_is_an_error_that_names_it(name, options, message
 def test_every_adapter_names_an_extra_of_the_project():
     text = (EXAMPLE.parents[1] / "pyproject.toml").read_text()
     for name, adapter in ADAPTERS.items():
-        assert f"\n{adapter.extra} = [" in text, name
+        assert not adapter.package or f"\n{adapter.extra} = [" in text, name
 
 
 def test_the_tasks_of_an_environment_become_rows(tmp_path, capsys):

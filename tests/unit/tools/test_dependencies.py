@@ -18,13 +18,16 @@ ASKED_FOR = {
     "datasets": "an extra",
     "e2b": "the sandbox names it",
     "mcp": "an extra",
+    "openenv": "an extra",
     "memray": "--memory-recorder names it",
     "pandas": "an extra",
     "qwen_vl_utils": "only pictures of Qwen's older processors",
     "reasoning_gym": "an extra",
     "torch_musa": "noticed only",
+    "triton": "torch for CUDA requires it",
     "verifiers": "an extra",
     "wandb": "an extra",
+    "websockets": "openenv requires it",
 }
 """Packages that a run needs only for certain flags, or whose absence it handles."""
 

@@ -21,7 +21,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_without_a_gpu_torch_comes_first_and_the_engines_without_their_dependencies() -> None:
     (_, torch), (_, engines), (_, rest), (_, optional), (_, own) = setup_env.steps("cpu")
     assert torch == ["torch==2.13.0"]
-    assert engines == ["--no-deps", "sglang==0.5.23", "torchvision==0.28.0", "megatron-core==0.16.1"]
+    assert engines == ["--no-deps", "sglang==0.5.23", "torchvision==0.28.0", "megatron-core==0.16.1", "openenv==0.10.0"]
     assert "--no-deps" not in rest
     assert {"transformers==5.19.0", "ray[default]>=2.50", "dill", "jsonschema", "pytest>=8"} <= set(rest)
     assert optional == ["reasoning-gym==0.1.25"]
