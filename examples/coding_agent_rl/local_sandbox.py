@@ -11,13 +11,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from slime.agent.sandbox import ExecResult, FileContent
+from slime.agent.sandbox import BaseSandbox, ExecResult, FileContent
 from slime.utils.errors import DeadlineExceeded
 
 __all__ = ["LocalSandbox"]
 
 
-class LocalSandbox:
+class LocalSandbox(BaseSandbox):
     """Implements :class:`slime.agent.sandbox.Sandbox`. Paths are relative, and users are ignored.
 
     Args:
@@ -40,18 +40,13 @@ class LocalSandbox:
     async def __aexit__(self, *exc_info: Any) -> None:
         await asyncio.to_thread(shutil.rmtree, self.root, ignore_errors=True)
 
-    async def exec(
-        self,
-        cmd: str,
-        *,
-        user: str = "root",
-        env: dict[str, str] | None = None,
-        timeout: int = 120,
-        check: bool = False,
-        idempotent: bool = True,
-    ) -> ExecResult:
+    @property
+    def label(self) -> str:
+        return f"sandbox {self.sandbox_id}"
+
+    async def _exec(self, cmd: str, *, user: str, env: dict[str, str], timeout: int, idempotent: bool) -> ExecResult:
         # Not the whole environment: it may hold keys of the run.
-        environment = {"PATH": os.environ["PATH"], "HOME": str(self.root), **(env or {})}
+        environment = {"PATH": os.environ["PATH"], "HOME": str(self.root), **env}
         process = await asyncio.create_subprocess_exec(
             *("bash", "-c", cmd),
             stdin=asyncio.subprocess.DEVNULL,
@@ -70,8 +65,6 @@ class LocalSandbox:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # and the processes that it has started
         assert process.returncode is not None
-        if check and process.returncode != 0:
-            raise RuntimeError(f"{cmd[:200]!r} ended with {process.returncode}: {(err or out)[-500:].decode()}")
         return process.returncode, out.decode(errors="replace"), err.decode(errors="replace")
 
     async def write_file(self, path: str, content: FileContent, *, user: str = "root") -> None:

@@ -139,15 +139,16 @@ async def exec_and_wait(
     home = "/root" if user == "root" else str(HOMES / user)
     enter = f"cd {shlex.quote(workdir)} || exit 1\nexport HOME={home}\n" if workdir else ""
     # A subshell, so that an `exit` in the command does not skip the marker.
-    script = f"#!/bin/bash\n(\n{enter}{cmd}\n)\necho $? > {done}\n"
+    script = f"#!/bin/bash\nmkdir -p {lock}/started\n(\n{enter}{cmd}\n)\necho $? > {done}\n"
     await sb.write_file(launcher, script, user=user)
     # A separate call, not under the lock: a lock left by an earlier run would skip it.
     await sb.exec(f"rm -rf {lock} {shlex.quote(out)} {done}", user="root", check=True)
     # mkdir is atomic: a call that is sent again finds the lock and does not start the command twice. setsid: the
-    # command outlives this call.
+    # command outlives this call, which must not end before: a sandbox may kill the processes that are left.
     await sb.exec(
         f"chmod +x {launcher}; mkdir {lock} 2>/dev/null || exit 0; "
-        f"setsid bash {launcher} < /dev/null > {shlex.quote(out)} 2>&1 &",
+        f"setsid bash {launcher} < /dev/null > {shlex.quote(out)} 2>&1 & "
+        f"until test -d {lock}/started; do sleep 0.1; done",
         user=user,
         env=env,
         check=True,

@@ -16,6 +16,7 @@ from slime.agent.adapters import OpenAIAdapter
 from slime.agent.adapters.common import BaseAdapter
 from slime.agent.aiohttp_threaded import run_app_in_thread
 from slime.data.sample import Sample
+from slime.observability.trace_utils import bind_trace, export_trace, import_trace
 from slime.rollout.sglang_rollout import GenerateState
 from slime.utils.async_utils import Slots
 from slime.utils.errors import EngineError
@@ -76,8 +77,13 @@ class AgentService(metaclass=SingletonMeta):
             EngineError: the agent made no request. The rollout tries again.
         """
         adapter, sid = self.adapter, uuid4().hex
+        handle = bind_trace(sample)
         adapter.open_session(
-            sid, sampling_defaults=sampling_params, max_context_tokens=args.rollout_max_context_len or 0
+            sid,
+            sampling_defaults=sampling_params,
+            max_context_tokens=args.rollout_max_context_len or 0,
+            # The adapter's thread knows nothing of the span that is open here.
+            trace=import_trace(export_trace(handle), handle.carrier),
         )
         try:
             async with self.slots.semaphore:

@@ -44,6 +44,7 @@ from slime.agent.parsing import END_OF_THOUGHT, parse_model_output
 from slime.agent.rendering import TurnRenderer, history
 from slime.agent.trajectory import Message, RewardSplit, TrajectoryManager, TurnRecord
 from slime.data.sample import Sample
+from slime.observability.trace_utils import TraceHandle
 from slime.rollout.base_types import complete_args
 from slime.rollout.direct_engines import DirectEngines
 from slime.rollout.engine_request import cut_stop_token
@@ -181,9 +182,17 @@ class BaseAdapter(Dialect):
     # --- sessions ----------------------------------------------------------------------------------------------------
 
     def open_session(
-        self, sid: str, *, sampling_defaults: dict[str, Any] | None = None, max_context_tokens: int = 0
+        self,
+        sid: str,
+        *,
+        sampling_defaults: dict[str, Any] | None = None,
+        max_context_tokens: int = 0,
+        trace: TraceHandle | None = None,
     ) -> None:
         """Accept turns under ``sid``. The id is the client's only credential: make it hard to guess.
+
+        Args:
+            trace: gets a span for each turn, and requests to engines continue it.
 
         Raises:
             ValueError: there is such a session.
@@ -191,7 +200,7 @@ class BaseAdapter(Dialect):
         if sid in self.store:
             raise ValueError(f"session {sid!r} is open already")
         self.closed.discard(sid)
-        self._enter(sid, Session(dict(sampling_defaults or {}), max_context_tokens))
+        self._enter(sid, Session(dict(sampling_defaults or {}), max_context_tokens, trace=trace))
 
     def _enter(self, sid: str, session: Session) -> None:
         for idle in self.manager.drop_idle(MAX_IDLE_S):

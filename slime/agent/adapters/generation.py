@@ -7,12 +7,13 @@ import contextlib
 import math
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
-from uuid import uuid4
 
 from slime.agent.trajectory import Message, TurnRecord
 from slime.data.sampling_mask import LACKS_SETS, REPLAY_TOP_K, cuts_vocabulary, lacks_sets, sampled_tokens
 from slime.data.served_adapter import adapter_fields
+from slime.observability.trace_utils import TraceHandle, trace_headers, trace_span
 from slime.rollout.direct_engines import PAST_THE_ROUTER, DirectEngines, EngineChoice, with_packed_experts
+from slime.rollout.engine_request import EngineRequest, send
 from slime.utils.errors import EngineError
 from slime.utils.http_utils import post
 
@@ -40,11 +41,13 @@ class Session:
         sampling_defaults: SGLang's sampling parameters, those of the rollout.
         max_context_tokens: prompt and output of a turn together, and length of a sample. 0: no limit.
         responses: id of a response -> the conversation up to it, for ``previous_response_id``.
+        trace: gets a span for each turn, inside the span that opened the session.
     """
 
     sampling_defaults: dict[str, Any] = field(default_factory=dict)
     max_context_tokens: int = 0
     responses: dict[str, list[Message]] = field(default_factory=dict)
+    trace: TraceHandle | None = None
 
 
 class _Adapter(Protocol):
@@ -87,31 +90,25 @@ async def call_sglang_generate(
             return TurnRecord(prompt_ids, [], "length")
         params["max_new_tokens"] = min(params["max_new_tokens"], room)
     options = _options(session, adapter)
-    attempts: list[str] = []
-
-    def payload() -> dict[str, Any]:
-        # A lost attempt may still be running under its id.
-        attempts.append(uuid4().hex)
-        request = {"rid": attempts[-1], "input_ids": prompt_ids, "sampling_params": params, "return_logprob": True}
-        return request | options
-
     # All clients without an id share the default session, which must not bind them to one engine.
     name = session_id if session_id != DEFAULT_SID else None
     is_direct = not PAST_THE_ROUTER.isdisjoint(options)
     url = adapter.engines.choose(name) if is_direct else f"{adapter.sglang_url}/generate"
+    headers = {"X-SMG-Routing-Key": str(name)} if name else {}
+    payload = {"input_ids": prompt_ids, "sampling_params": params, "return_logprob": True} | options
+    request = EngineRequest(url, payload, None, workers_url=f"{adapter.sglang_url}/workers")
     try:
-        reply = await post(
-            url,
-            payload,
-            max_retries=3,
-            headers={"X-SMG-Routing-Key": str(name)} if name else None,
-            timeout_s=adapter.request_timeout_s,
-        )
+        with trace_span(session.trace, "sglang_generate", attrs={"max_new_tokens": params["max_new_tokens"]}):
+            if session.trace is not None and adapter.args is not None:
+                headers |= trace_headers(adapter.args, session.trace)
+            reply = await send(
+                request, post, max_retries=3, headers=headers or None, timeout_s=adapter.request_timeout_s
+            )
     # Also if the client disconnected: the engine would generate to the end.
     except (asyncio.CancelledError, EngineError, TimeoutError):
-        if attempts:
+        if request.rids:
             at = url.last_url if isinstance(url, EngineChoice) else None
-            await _abort(at or adapter.sglang_url, attempts[-1])
+            await _abort(at or adapter.sglang_url, request.rids[-1])
         raise
     if lacks_sets(options, reply["meta_info"]) and _finish_reason(reply) != "abort":
         raise EngineError(LACKS_SETS)

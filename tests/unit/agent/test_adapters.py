@@ -15,6 +15,7 @@ import httpx
 import pytest
 from aiohttp.test_utils import make_mocked_request
 
+from slime.agent import service
 from slime.agent.adapters import AnthropicAdapter, OpenAIAdapter, common, wire
 from slime.agent.adapters.anthropic import _fold_mid_list_system_into_user
 from slime.agent.adapters.anthropic import _translate_messages as from_anthropic
@@ -23,6 +24,9 @@ from slime.agent.adapters.openai import _tools_to_chat_tools
 from slime.agent.adapters.openai import _translate_messages as from_openai
 from slime.agent.aiohttp_threaded import AppHandle, run_app_in_thread
 from slime.data.sample import Sample
+from slime.observability.trace_export import otlp_spans
+from slime.observability.trace_utils import bind_trace, trace_span
+from slime.utils.async_utils import Slots
 from slime.utils.errors import DeadlineExceeded
 from tests.unit.rollout.fake_engine import FakeEngine, completion
 
@@ -272,12 +276,15 @@ def test_an_engine_that_aborts_is_an_answer_503_and_no_turn(make):
 
 
 def test_an_engine_that_fails_is_tried_again_and_one_that_refuses_is_not(make):
-    agent = make(OpenAIAdapter, [lambda payload: (500, "busy"), "a", lambda payload: (400, "too long")])
+    def is_copy(payload):
+        return 400, f"Duplicate request ID detected: {payload['rid']}"
+
+    agent = make(OpenAIAdapter, [lambda payload: (500, "busy"), is_copy, "a", lambda payload: (400, "too long")])
     assert agent.chat([Q]).status_code == 200
     rids = {request["rid"] for request in agent.engine.requests}
-    assert len(rids) == 2, "an attempt that got lost may still be running under its id"
+    assert len(rids) == 3, "an attempt that got lost may still be running under its id"
     refused = agent.chat([Q])
-    assert (refused.status_code, len(agent.engine.requests)) == (502, 3)
+    assert (refused.status_code, len(agent.engine.requests)) == (502, 4)
     assert "too long" in refused.json()["error"]["message"]
 
 
@@ -302,6 +309,37 @@ def test_sessions_close_count_turns_and_can_be_required(make):
     closed = agent.chat([Q])
     assert (closed.status_code, closed.json()["error"]["message"]) == (503, "session closed")
     assert agent.finish() == []
+
+
+def test_each_turn_of_an_agent_is_a_span_of_its_sample_that_the_engine_continues(make, monkeypatch):
+    facts = {"use_rollout_routing_replay": False, "rollout_top_p": 1.0, "rollout_top_k": -1, "lora_rank": 0}
+    args = Namespace(**facts, trace_endpoint="http://x", trace_share=1.0, rollout_max_context_len=None)
+    agent = make(OpenAIAdapter, ["4" + END] * 3, args=args)
+    monkeypatch.setattr(service, "GenerateState", lambda args: SimpleNamespace(is_ending=False))
+    runs = object.__new__(service.AgentService)
+    runs.adapter, runs.slots = agent.adapter, Slots(1)
+    sample = Sample(index=0)
+
+    async def work(sid: str) -> service.Outcome:
+        for _ in range(2):
+            assert (await asyncio.to_thread(agent.chat, [Q], sid)).status_code == 200
+        return 1.0, {}
+
+    async def play() -> None:
+        with trace_span(sample, "generate_and_rm"):
+            await runs.run(args, sample, {}, work)
+
+    asyncio.run(play())
+    root, *turns = otlp_spans(bind_trace(sample).carrier)
+    assert [span["name"] for span in turns] == ["sglang_generate"] * 2
+    assert {span["parentSpanId"] for span in turns} == {root["spanId"]}
+    headers = [header["traceparent"] for header in agent.engine.headers]
+    assert headers == [f"00-{span['traceId']}-{span['spanId']}-01" for span in turns]
+    args.trace_endpoint = None
+    agent.adapter.open_session("s", trace=bind_trace(Sample()))
+    agent.engine.headers.clear()
+    agent.chat([Q])
+    assert not any("traceparent" in header for header in agent.engine.headers)
 
 
 def test_other_machines_cannot_open_sessions_by_using_them(make, monkeypatch):
