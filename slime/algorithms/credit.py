@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from slime.algorithms import distill
 from slime.algorithms.arguments import AlgorithmArgs
 from slime.algorithms.estimators import find_estimator, formula
 from slime.algorithms.kl import approx_kl
@@ -45,9 +44,18 @@ def estimate(data: CreditData, kl: Ragged, settings: AlgorithmArgs) -> Credit:
 
 
 def distilled(credit: Credit, student: Ragged, teacher: Ragged, coef: float) -> tuple[Credit, list[torch.Tensor]]:
-    """Credit minus ``coef`` times the reverse KL from the teacher, and that divergence. Returns do not change."""
-    divergence = distill.reverse_kl(student, teacher)
-    return Credit(distill.penalise(credit.advantages, divergence, coef), credit.returns), divergence
+    """On-policy distillation: ``A_t - coef * divergence_t``, and that divergence. Returns do not change.
+
+    Source: Agarwal et al. 2023, arXiv:2306.13649 (student samples, reverse KL); Thinking Machines Lab, "On-Policy
+    Distillation" (2025), which uses it as the advantage.
+
+    Returns:
+        The divergence is ``log pi_student - log pi_teacher`` per token, the single-sample estimate of
+        KL(student || teacher): fp32 ``[R_i]`` per sample on the device of the student.
+    """
+    divergence = [a.float() - b.to(a.device).float() for a, b in zip(student, teacher, strict=True)]
+    advantages = [a - coef * d.to(a.device) for a, d in zip(credit.advantages, divergence, strict=True)]
+    return Credit(advantages, credit.returns), divergence
 
 
 def normalize(
