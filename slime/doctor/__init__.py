@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-Status = Literal["ok", "warn", "fail"]
+Status = Literal["ok", "warn", "fail", "skip"]
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the output: the subject, its value, and a fix."""
+    """One line of the output: the subject, its value, and a fix. ``skip``: not applicable, the value is the reason."""
 
     status: Status
     what: str
@@ -53,3 +53,7 @@ def warn(what: str, value: str, fix: str) -> Finding:
 
 def fail(what: str, value: str, fix: str) -> Finding:
     return Finding("fail", what, value, fix)
+
+
+def skip(what: str, reason: str) -> Finding:
+    return Finding("skip", what, reason)

@@ -43,7 +43,10 @@ CHECKS: tuple[Check, ...] = (
     machine_checks.imports,
     machine_checks.device_works,
 )
-_MARKS = {"ok": "[green]ok[/green]", "warn": "[yellow]warn[/yellow]", "fail": "[bold red]FAIL[/bold red]"}
+_MARKS = {
+    **{"ok": "[green]ok[/green]", "warn": "[yellow]warn[/yellow]", "fail": "[bold red]FAIL[/bold red]"},
+    "skip": "[dim]n/a[/dim]",
+}
 
 
 def examine(situation: T, checks: Sequence[Callable[[T], Iterator[Finding]]]) -> list[Finding]:
@@ -80,7 +83,8 @@ def render(findings: Sequence[Finding], stream: IO[str] | None = None) -> None:
         table.add_row(_MARKS[finding.status], escape(finding.what), escape(finding.value) + fix)
     console.print(table)
     counts = {status: sum(finding.status == status for finding in findings) for status in _MARKS}
-    console.print(f"\n{counts['ok']} ok, {counts['warn']} to look at, {counts['fail']} failed")
+    skipped = f"{counts['skip']} not applicable, " if counts["skip"] else ""
+    console.print(f"\n{counts['ok']} ok, {counts['warn']} to look at, {skipped}{counts['fail']} failed")
 
 
 def render_json(findings: Sequence[Finding], stream: IO[str] | None = None) -> None:

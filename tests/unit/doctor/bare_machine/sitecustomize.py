@@ -19,7 +19,8 @@ _PRESENT = {
     *("sympy", "mpmath", "networkx", "jinja2", "markupsafe", "fsspec", "filelock", "setuptools", "typing_extensions"),
     *("yaml", "pkg_resources", "distutils", "slime"),
 }
-_INSTALLED = {name.split(".")[0] for name in os.listdir(sysconfig.get_paths()["purelib"])}
+_SITE = sysconfig.get_paths()["purelib"]
+_INSTALLED = {name.split(".")[0] for name in os.listdir(_SITE)}
 
 
 class _BareFinder(importlib.machinery.PathFinder):
@@ -29,7 +30,9 @@ class _BareFinder(importlib.machinery.PathFinder):
     ) -> ModuleSpec | None:
         top = fullname.partition(".")[0]
         is_hidden = top in _INSTALLED and top not in _PRESENT and not top.startswith("_")
-        return None if is_hidden else super().find_spec(fullname, path, target)
+        if is_hidden and path is None:
+            path = [entry for entry in sys.path if entry != _SITE]  # setuptools has copies of some packages
+        return super().find_spec(fullname, path, target)
 
 
 sys.meta_path[sys.meta_path.index(importlib.machinery.PathFinder)] = _BareFinder
