@@ -41,8 +41,7 @@ from slime.backends.megatron_utils.checkpoint.tensors import (
 )
 from slime.backends.protocols import EVERY_RANK, SOURCE, EngineInfo, NamedTensor, Recipients
 from slime.config.plan.layout import Layout, stage_layers
-from slime.models.family import families
-from slime.models.tables import Rule
+from slime.models.family import Rule, families
 from slime.weight_sync.chunks import LEAST_BUCKET, WeightChunk, bucket_bytes, into_chunks
 from slime.weight_sync.send_tensor import Opening, payloads
 from slime.weight_sync.session import TrainerRanks

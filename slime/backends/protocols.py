@@ -6,9 +6,9 @@ side with a recording fake.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     import torch
@@ -70,6 +70,46 @@ EVERY_RANK = Recipients()
 SOURCE = Recipients(source_only=True)
 
 
+DRAFT = "draft"
+"""Prefix of the tensors of a draft, on both sides. Their engine names differ from the trainer's by family."""
+
+
+class Place(NamedTuple):
+    """One rank of an engine: tensor-parallel rank and size, and the number of blocks that divide the experts."""
+
+    rank: int
+    size: int
+    blocks: int
+
+
+class Piece(NamedTuple):
+    """A part of an engine tensor: its name, the number of the part, and the content."""
+
+    name: str
+    order: int
+    tensor: torch.Tensor
+
+
+class TensorHash(Protocol):
+    """The checksum of one engine tensor."""
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """Add the next part."""
+
+    def digest(self) -> str:
+        """As the engine reports it."""
+
+
+class EngineTensors(Protocol):
+    """The rules by which a kind of engine lays out tensors, and its checksum."""
+
+    def pieces(self, name: str, tensor: torch.Tensor, place: Place) -> Iterable[Piece]:
+        """The parts of engine tensors that ``place`` makes of one exported tensor."""
+
+    def hash(self) -> TensorHash:
+        """The checksum of a new tensor."""
+
+
 @dataclass(frozen=True)
 class TrainReport:
     """The report of one rank on the training on one rollout.
@@ -110,6 +150,21 @@ class AdapterProof:
 
     probe: Probe
     fields: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Canary:
+    """A fixed prompt that trainer and engines score after a sync.
+
+    Attributes:
+        scores: the trainer's log-probs of the second half of ``token_ids``, at temperature 1.
+        tolerance: largest median of the differences, in nats.
+    """
+
+    version: str
+    token_ids: Sequence[int]
+    scores: Sequence[float]
+    tolerance: float
 
 
 class WeightExporter(Protocol):
@@ -158,6 +213,9 @@ class Trainer(WeightExporter, Protocol):
 
     def adapter_proof(self, version: str) -> AdapterProof | None:
         """The proof that engines use the adapters, which are ``version``. None if engines get weights."""
+
+    def fixed_log_probs(self, ids: list[int]) -> list[float]:
+        """Log-probs of ``ids`` from the second on, at temperature 1, under the live weights."""
 
     def keep_version(self, version: str) -> None:
         """Keep a copy of the live weights, for batches whose ``generated_by`` is ``version``."""

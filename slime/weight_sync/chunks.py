@@ -11,7 +11,8 @@ from typing import TypeAlias
 import torch
 
 from slime.backends.protocols import NamedTensor
-from slime.weight_sync.tensor_files import Bytes, Checksum, checksum_function
+from slime.utils.memory_utils import bytes_of
+from slime.weight_sync.tensor_files import Checksum, checksum_function
 
 LEAST_BUCKET = 512 * 1024**2
 _MOST_BUCKET = 2 * 1024**3
@@ -159,9 +160,3 @@ class SentBefore:
         # recorded before it is sent: after a failed update forget() is called
         self._held |= new
         return is_wanted
-
-
-def bytes_of(tensor: torch.Tensor) -> Bytes:
-    """uint8 [num_bytes], in host memory."""
-    data: Bytes = tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8).numpy()
-    return data

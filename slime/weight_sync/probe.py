@@ -1,4 +1,6 @@
-"""Proves that engines compute with the adapter of the last sync: log-probs of fixed tokens, from trainer and engines.
+"""Proves that engines compute with the last sync: log-probs of fixed tokens, from trainer and engines.
+
+``verify_canary`` is for engines that get weights, ``verify_adapter`` for those that serve an adapter.
 
 A loaded adapter may still be an older one, have another scale, or not be used by requests. So after every sync each
 engine scores the same tokens twice in one request, with the fields by which a run's requests name the adapter and
@@ -11,10 +13,11 @@ whose two answers are equal does not use the adapter.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from slime.backends.protocols import AdapterProof, EngineFleet, Probe
+from slime.backends.protocols import AdapterProof, Canary, EngineFleet, Probe
 from slime.utils.errors import EngineError
 
 _NUM_TOKENS = 16
@@ -73,6 +76,52 @@ def _problem(answer: Mapping[str, Any], probe: Probe, before: Probe | None) -> s
     if ratio is not None:
         return start + f"its effect is about {ratio:.2f} times the trainer's, so its scale is wrong."
     return start + f"the base model agrees to {noise:.2g}, so the adapter is another one."
+
+
+def verify_canary(fleet: EngineFleet, canary: Canary, timeout_s: float, before: Canary | None = None) -> None:
+    """Let every engine score the canary. They must serve.
+
+    The median of the differences decides, because a near tie between experts may move single tokens.
+
+    Args:
+        before: that of the sync before, to recognize an engine that still computes with its weights.
+
+    Raises:
+        EngineError: an engine serves another version, starts from a stale cache, or computes other log-probs.
+    """
+    asking = fleet.start("canary", token_ids=list(canary.token_ids))
+    for engine, answer in zip(fleet.engines, asking.wait(timeout_s), strict=True):
+        problem = None if answer is None else _canary_problem(answer, canary, before)
+        if problem is not None:
+            raise EngineError(
+                f"engine {engine.url}, weight version {canary.version}: {problem} The sync is refused. "
+                "--weight-sync-proof none turns the canary off."
+            )
+
+
+def _canary_problem(answer: Mapping[str, Any], canary: Canary, before: Canary | None) -> str | None:
+    if answer["version"] != canary.version:
+        return f"the engine answers the canary with version {answer['version']}."
+    # before the scores: stale keys and values of the first half would change them, too
+    if answer["cached"]:
+        return (
+            f"{answer['cached']} tokens of the canary came from the prefix cache, which was not flushed after the "
+            "sync: requests would continue from keys and values of older weights."
+        )
+    differences = [abs(a - b) for a, b in zip(answer["scores"], canary.scores, strict=True)]
+    if statistics.median(differences) <= canary.tolerance:
+        return None
+    largest = max(range(len(differences)), key=differences.__getitem__)
+    position = len(canary.token_ids) - len(differences) + largest
+    text = (
+        f"the canary's log-probs differ from the trainer's by {statistics.median(differences):.3g} (median, allowed "
+        f"{canary.tolerance:g}) and at most {differences[largest]:.3g}, at token {position} "
+        f"(id {canary.token_ids[position]}: engine {answer['scores'][largest]:.4f}, trainer "
+        f"{canary.scores[largest]:.4f})."
+    )
+    if before is not None and _distance(answer["scores"], before.scores) <= canary.tolerance:
+        return f"{text} They are those of version {before.version}."
+    return text
 
 
 def _is_visible(effect: float, noise: float) -> bool:

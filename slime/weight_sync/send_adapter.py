@@ -35,7 +35,9 @@ from slime.backends.protocols import (
 from slime.data.served_adapter import ADAPTER_NAME
 from slime.models.lora import CONFIG_FILE, FILE_PREFIX, WEIGHTS_FILE, LoraConfig
 from slime.utils.errors import EngineError
-from slime.weight_sync.chunks import WeightChunk, bytes_of, chunk_of
+from slime.utils.memory_utils import bytes_of
+from slime.weight_sync.chunks import WeightChunk, chunk_of
+from slime.weight_sync.root_hash import Checksums
 from slime.weight_sync.send_disk import DiskSettings, DiskUpdater
 from slime.weight_sync.session import (
     TrainerRanks,
@@ -87,7 +89,7 @@ class AdapterUpdater:
         Raises: as :func:`slime.weight_sync.session.push_weights`.
         """
         without_base = self._without_base(fleet, update)
-        send = self._prepared(fleet, trainer, replace(update, checksums=None, restores=False))
+        send = self._prepared(fleet, trainer, replace(update, proof=None, restores=False))
         if not without_base:
             num_bytes = send()
         else:
@@ -199,7 +201,7 @@ def served_config(tensors: Sequence[NamedTensor], config: LoraConfig) -> dict[st
 class _AdapterFiles(DiskUpdater):
     """Versions that are adapters in peft's format."""
 
-    def _load(self, fleet: EngineFleet, version: int, update: WeightUpdate, sent: list[NamedTensor]) -> None:
+    def _load(self, fleet: EngineFleet, version: int, update: WeightUpdate, checksums: Checksums | None) -> None:
         path = version_path(self._settings.root, version)
         try:
             push_adapter(fleet, update, "load_adapter_files", path=str(path))

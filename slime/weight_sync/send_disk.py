@@ -34,10 +34,11 @@ import numpy as np
 import torch
 from safetensors.numpy import save_file
 
-from slime.backends.protocols import SOURCE, EngineFleet, NamedTensor, WeightExporter
+from slime.backends.protocols import SOURCE, EngineFleet, WeightExporter
 from slime.utils.errors import EngineError
-from slime.weight_sync.chunks import bytes_of
+from slime.utils.memory_utils import bytes_of
 from slime.weight_sync.delta_codec import Encoding, encode_delta
+from slime.weight_sync.root_hash import Checksums, places_of
 from slime.weight_sync.session import TrainerRanks, WeightUpdate, error_of, load_files, message_of
 from slime.weight_sync.tensor_files import (
     Bytes,
@@ -107,10 +108,12 @@ class DiskUpdater:
             self._published = version
         if self._settings.local is not None:
             self._bring(fleet, version, trainer, update.timeout_s)
-        # a collective: all ranks export, although only the source compares
-        sent = list(trainer.export_weights(recipients=SOURCE)) if update.checksums is not None else []
+        # a second export: the tensors that save_hf wrote are gone, and files may be on a slow disk
+        root = None if update.proof is None else update.proof.begin(places_of(fleet.engines, (), self._ranks.rank))
+        for _ in () if root is None else root.watch(trainer.export_weights(recipients=SOURCE)):
+            pass  # a collective: all ranks export, although only the source hashes
         if self._ranks.is_source:
-            self._load(fleet, version, update, sent)
+            self._load(fleet, version, update, None if root is None else root.checksums())
             if not self._settings.keeps_files:
                 # after the load: until then an engine may still read an older version
                 self._store.prune(self._needed(version))
@@ -177,10 +180,10 @@ class DiskUpdater:
         root, local = str(self._settings.root), str(self._settings.local)
         fleet.start("pull_weights", source_dir=root, local_dir=local, version=version).wait(timeout_s)
 
-    def _load(self, fleet: EngineFleet, version: int, update: WeightUpdate, sent: list[NamedTensor]) -> None:
+    def _load(self, fleet: EngineFleet, version: int, update: WeightUpdate, checksums: Checksums | None) -> None:
         path = self._settings.local or version_path(self._settings.root, version)
         try:
-            load_files(fleet, str(path), update, sent)
+            load_files(fleet, str(path), update, checksums)
         except EngineError as error:
             flag = (
                 "--update-weight-disk-dir" if self._settings.local is None else "--update-weight-local-checkpoint-dir"

@@ -8,7 +8,7 @@
     send(chunk) ...            ---------->  through the sender of the engine. Other trainer ranks may send as well
     end_weight_update          ---------->  weights are final
     flush_cache                ---------->  prefixes that were computed with old weights are dropped
-    verify version, checksums  <----------
+    verify version, root hash  <----------
     continue_generation        ---------->  requests that arrived meanwhile start on the new weights
 
 For weights in files, ``update_weights_from_disk`` replaces begin, send and end. Every arrow has the same deadline.
@@ -25,9 +25,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
-from slime.backends.protocols import EngineFleet, NamedTensor, PendingCalls
+from slime.backends.protocols import EngineFleet, NamedTensor, PendingCalls, Place
 from slime.utils.errors import EngineError
 from slime.weight_sync.chunks import LEAST_BUCKET, Wants, WeightChunk, into_chunks
+from slime.weight_sync.root_hash import Checksums, RootHash, RootProof
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -36,8 +37,6 @@ logger = logging.getLogger(__name__)
 
 # Timeout of calls after a failure, when one of the engines may never answer.
 _CLOSING_TIMEOUT_S = 60.0
-
-Checksums = Callable[[Iterable[NamedTensor]], Mapping[str, str]]
 
 
 class ChunkSender(Protocol):
@@ -63,7 +62,7 @@ class WeightUpdate:
         timeout_s: seconds any one call to the engines may take.
         comes_again: the caller retries the update if an engine dies during it. A failed update then leaves the engines
             paused until the retry, because they may hold a mixture of old and new weights.
-        checksums: engine-side tensor name -> checksum for the tensors that were sent, or None to skip that check.
+        proof: compares every tensor on every rank of the engines. None skips that.
         restores: these are the weights from before ``reset_weights``, which the engines compare with their own copy.
         continues: False leaves the engines paused after a successful update. The caller continues them.
     """
@@ -71,7 +70,7 @@ class WeightUpdate:
     version: str
     max_chunk_bytes: int | None
     timeout_s: float
-    checksums: Checksums | None = None
+    proof: RootProof | None = None
     comes_again: bool = False
     restores: bool = False
     continues: bool = True
@@ -170,6 +169,7 @@ def push_weights(
     update: WeightUpdate,
     ranks: TrainerRanks = ALONE,
     wants: Wants | None = None,
+    root: RootHash | None = None,
 ) -> int:
     """Send ``weights`` to every engine of ``fleet`` and verify that they arrived.
 
@@ -177,6 +177,7 @@ def push_weights(
 
     Args:
         wants: filters out tensors that every engine already has. Default: sends all.
+        root: this rank's part of the checksums of ``update.proof``.
 
     Returns:
         Bytes sent per engine. 0 on other ranks than the source.
@@ -189,7 +190,7 @@ def push_weights(
     if not ranks.is_source:
         problems = ranks.agree(None)  # returns when the source has paused the engines, or has failed
         if not problems:
-            _deliver(sender, weights, update, ranks, wants)
+            _deliver(sender, weights, update, ranks, wants, root)
         return 0
     has_started = False
     try:
@@ -198,8 +199,8 @@ def push_weights(
                 problems = ranks.agree(None)
                 has_started = True
                 assert not problems, "only the source can fail before anything is sent"
-                num_bytes, sent = _deliver(sender, weights, update, ranks, wants)
-            flush_and_verify(fleet, update, sent)
+                num_bytes, checksums = _deliver(sender, weights, update, ranks, wants, root)
+            flush_and_verify(fleet, update, checksums)
     except BaseException as error:
         # the other ranks wait in agree() for the signal to start: without this call they would hang
         if not has_started:
@@ -208,17 +209,17 @@ def push_weights(
     return num_bytes
 
 
-def load_files(fleet: EngineFleet, path: str, update: WeightUpdate, sent: Iterable[NamedTensor] = ()) -> None:
+def load_files(fleet: EngineFleet, path: str, update: WeightUpdate, checksums: Checksums | None = None) -> None:
     """Make every engine of ``fleet`` load the checkpoint at ``path``, and verify it. On the source only.
 
     Args:
-        sent: the tensors in the files. Only read if ``update`` compares checksums.
+        checksums: of the tensors in the files, for ``update.proof``.
     """
     with paused(fleet, update):
         fleet.start("flush_cache", timeout_s=update.timeout_s).wait(update.timeout_s)
         loading = fleet.start("update_weights_from_disk", model_path=path, weight_version=update.version)
         loading.wait(update.timeout_s)
-        flush_and_verify(fleet, update, sent)
+        flush_and_verify(fleet, update, checksums)
 
 
 def error_of(work: Callable[[], object]) -> Exception | None:
@@ -236,14 +237,18 @@ def message_of(error: BaseException) -> str:
 
 
 def _deliver(
-    sender: ChunkSender, weights: Iterable[NamedTensor], update: WeightUpdate, ranks: TrainerRanks, wants: Wants | None
-) -> tuple[int, list[NamedTensor]]:
-    """Send everything, on every rank. Returns (bytes, tensors for the checksums)."""
+    sender: ChunkSender,
+    weights: Iterable[NamedTensor],
+    update: WeightUpdate,
+    ranks: TrainerRanks,
+    wants: Wants | None,
+    root: RootHash | None,
+) -> tuple[int, Checksums | None]:
+    """Send everything, on every rank. Returns (bytes, checksums of all ranks)."""
     num_bytes = 0
-    sent: list[NamedTensor] = []
     failure: Exception | None = None
-    if update.checksums is not None and ranks.is_source:
-        weights = _recorded(weights, sent)
+    if root is not None:
+        weights = root.watch(weights)
     for chunk in into_chunks(weights, update.max_chunk_bytes or LEAST_BUCKET, wants):
         num_bytes += chunk.num_bytes
         # after a failure this rank still exhausts ``weights``: gathering them is a collective of all ranks
@@ -255,13 +260,19 @@ def _deliver(
         raise failure
     if problems and ranks.is_source:
         raise EngineError("; ".join(dict.fromkeys(problems)))
-    return num_bytes, sent
+    return num_bytes, None if root is None else _of_all(root, ranks)
 
 
-def _recorded(weights: Iterable[NamedTensor], seen: list[NamedTensor]) -> Iterator[NamedTensor]:
-    for named in weights:
-        seen.append(named)
-        yield named
+def _of_all(root: RootHash, ranks: TrainerRanks) -> Checksums:
+    """The checksums of every rank. A collective."""
+    found: dict[Place, Mapping[str, str]] = {}
+    failure = error_of(lambda: found.update(root.checksums()))  # the other ranks wait in gather()
+    answers = ranks.gather((found, None if failure is None else message_of(failure)))
+    if failure is not None:
+        raise failure
+    if problems := [problem for _, problem in answers if problem is not None]:
+        raise EngineError(f"the checksums of the weights could not be computed: {problems[0]}")
+    return {place: names for part, _ in answers for place, names in part.items()}
 
 
 @contextmanager
@@ -296,14 +307,14 @@ def after_failure(fleet: EngineFleet, verb: str, timeout_s: float) -> None:
         logger.warning("%s after a failed weight update: %s", verb, message_of(error))
 
 
-def flush_and_verify(fleet: EngineFleet, update: WeightUpdate, sent: Iterable[NamedTensor] = ()) -> None:
-    """Drop prefixes of older weights, and compare version and checksums. ``sent``: what ``update.checksums`` reads."""
+def flush_and_verify(fleet: EngineFleet, update: WeightUpdate, checksums: Checksums | None = None) -> None:
+    """Drop prefixes of older weights, and compare version and ``checksums``."""
     flushing = fleet.start("flush_cache", timeout_s=update.timeout_s)
     asking = fleet.start("weight_version")  # the HTTP process answers this call while the scheduler flushes
     flushing.wait(update.timeout_s)
     verify_version(fleet, asking, update)
-    if update.checksums is not None:
-        _verify_checksums(fleet, update.checksums(sent), update.timeout_s)
+    if update.proof is not None and checksums is not None:
+        update.proof.verify(fleet, update.version, checksums, update.timeout_s)
     if update.restores:
         _verify_restored(fleet, update.timeout_s)
 
@@ -315,16 +326,6 @@ def verify_version(fleet: EngineFleet, asking: PendingCalls, update: WeightUpdat
             raise EngineError(
                 f"engine {engine.url} reports weight version {version!r} after an update to {update.version!r}: "
                 "the new weights did not arrive."
-            )
-
-
-def _verify_checksums(fleet: EngineFleet, expected: Mapping[str, str], timeout_s: float) -> None:
-    for engine, actual in zip(fleet.engines, fleet.start("weights_checksum").wait(timeout_s), strict=True):
-        wrong = [name for name, checksum in expected.items() if actual.get(name) != checksum]
-        if wrong:
-            raise EngineError(
-                f"--check-weight-update-equal: {len(wrong)} of {len(expected)} tensors of engine {engine.url} differ "
-                f"from the trainer's, the first is {wrong[0]}."
             )
 
 

@@ -19,11 +19,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from slime.backends.protocols import EVERY_RANK, SOURCE, EngineFleet, EngineInfo, Recipients, WeightExporter
+from slime.backends.protocols import EVERY_RANK, SOURCE, EngineFleet, EngineInfo, Place, Recipients, WeightExporter
 from slime.utils import accelerator
 from slime.utils.errors import EngineError
 from slime.utils.net import free_port
 from slime.weight_sync.chunks import SentBefore, WeightChunk, bucket_bytes
+from slime.weight_sync.root_hash import places_of
 from slime.weight_sync.send_distributed import DistributedSender
 from slime.weight_sync.send_tensor import TensorSender
 from slime.weight_sync.session import ChunkSender, TrainerRanks, WeightUpdate, error_of, message_of, push_weights
@@ -89,7 +90,8 @@ class WeightUpdater:
             assert update.max_chunk_bytes is not None
             weights = trainer.export_weights(update.max_chunk_bytes, self.recipients(fleet.engines))
             wants = None if self._sent_before is None else self._sent_before.begin()
-            return push_weights(fleet, senders, weights, update, self._ranks, wants)
+            root = None if update.proof is None else update.proof.begin(self._hashed(fleet.engines))
+            return push_weights(fleet, senders, weights, update, self._ranks, wants, root)
         except Exception:
             self.disconnect(is_urgent=True)  # an engine may have died: the next update makes new connections
             raise
@@ -128,6 +130,10 @@ class WeightUpdater:
         """Indices of the engines on the trainer's devices, and of all others."""
         near = [index for index, engine in enumerate(engines) if self._is_near(engine)]
         return near, [index for index in range(len(engines)) if index not in near]
+
+    def _hashed(self, engines: Sequence[EngineInfo]) -> list[Place]:
+        """The engine ranks whose tensors this rank hashes."""
+        return places_of(engines, self._places(engines)[0], self._ranks.rank)
 
     def recipients(self, engines: Sequence[EngineInfo]) -> Recipients:
         """The trainer ranks that send to one of ``engines``, and the experts that they send."""

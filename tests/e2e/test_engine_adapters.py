@@ -29,7 +29,7 @@ from slime.weight_sync.send_adapter import AdapterUpdater
 from slime.weight_sync.send_disk import DiskSettings, DiskUpdater
 from slime.weight_sync.session import ALONE, WeightUpdate
 from slime.weight_sync.updater import WeightUpdater
-from tests.e2e.engines import LocalFleet, make_engine
+from tests.e2e.engines import LocalFleet, make_engine, proof_of
 
 pytestmark = pytest.mark.e2e
 
@@ -131,14 +131,15 @@ def trainer(tiny_task: Any) -> PeftTrainer:
 
 @pytest.fixture
 def updater() -> Iterator[AdapterUpdater]:
-    base = WeightUpdater(ALONE, address="127.0.0.1", shares_devices=False, timeout_s=60.0)
+    base = WeightUpdater(ALONE, address="127.0.0.1", shares_devices=False, timeout_s=300.0)
     updater = AdapterUpdater(ALONE, LORA, base, lambda trainer, path: None)
     yield updater
     updater.disconnect()
 
 
 def update_of(trainer: PeftTrainer) -> WeightUpdate:
-    return WeightUpdate(version=str(trainer.version), max_chunk_bytes=None, timeout_s=60.0)
+    proof = proof_of(trainer.path)  # of the base
+    return WeightUpdate(version=str(trainer.version), max_chunk_bytes=None, timeout_s=300.0, proof=proof)
 
 
 def sync(updater: AdapterUpdater, fleet: RecordingFleet, trainer: PeftTrainer, before: Probe | None = None) -> int:
@@ -236,4 +237,4 @@ def test_a_tensor_that_changed_on_the_way_is_refused_by_the_rank_that_got_it(han
     fleet.changes["load_staged_adapter"] = damage
     trainer.step()
     with pytest.raises(EngineError, match=r"LORA-CHECK\] rank\d adapter sync MISMATCH"):
-        updater.update(fleet, trainer, replace(update_of(trainer), timeout_s=30.0))
+        updater.update(fleet, trainer, replace(update_of(trainer), timeout_s=300.0))

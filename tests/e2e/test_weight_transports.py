@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from slime.backends.protocols import EVERY_RANK, EngineInfo, NamedTensor, Recipients
-from slime.backends.sglang_utils.checksum import expected_checksums
 from slime.backends.sglang_utils.engine import SGLangEngine
 from slime.backends.sglang_utils.external import expert_blocks, get_server_info
 from slime.backends.sglang_utils.fork_server import ForkServer
@@ -27,7 +26,7 @@ from slime.weight_sync.chunks import WeightChunk
 from slime.weight_sync.send_disk import DeltaUpdater, DiskSettings, DiskUpdater
 from slime.weight_sync.session import ALONE, WeightUpdate, push_weights
 from slime.weight_sync.updater import WeightUpdater
-from tests.e2e.engines import HostFleet, LocalFleet, make_engine
+from tests.e2e.engines import HostFleet, LocalFleet, assert_all_compared, make_engine, proof_of
 from tests.e2e.moe_model import make_moe_model
 from tests.e2e.test_engine import generate, model_of, worst_difference
 
@@ -83,12 +82,13 @@ def test_tensors_in_shared_memory_arrive_bit_for_bit_and_leave_no_memory_behind(
     updater = WeightUpdater(ALONE, address="127.0.0.1", shares_devices=True, timeout_s=600)
     engine.reset_weights()
     before = shared_files()
-    update = WeightUpdate("1", max_chunk_bytes=1 << 16, timeout_s=600, checksums=expected_checksums)
+    update = WeightUpdate("1", max_chunk_bytes=1 << 16, timeout_s=600, proof=proof_of(tiny_task.model))
     for version in ("1", "2"):
         trainer.step()
         num_bytes = updater.update(fleet, trainer, dataclasses.replace(update, version=version))
     assert num_bytes == sum(tensor.nbytes for tensor in trainer.weights.values())
-    assert set(expected_checksums(trainer.weights.items())) == set(engine.weights_checksum())
+    assert update.proof is not None
+    assert_all_compared(engine, update.proof)
     assert engine.weight_version() == "2"
     assert shared_files() == before
 
@@ -102,14 +102,15 @@ def test_broadcasts_arrive_bit_for_bit(engine, tiny_task, monkeypatch, small_byt
     trainer = StubTrainer(tiny_task.model)
     updater = WeightUpdater(ALONE, address="127.0.0.1", shares_devices=False, timeout_s=600)
     engine.reset_weights()
-    update = WeightUpdate("1", max_chunk_bytes=1 << 16, timeout_s=600, checksums=expected_checksums)
+    update = WeightUpdate("1", max_chunk_bytes=1 << 16, timeout_s=600, proof=proof_of(tiny_task.model))
     try:
         for version in ("1", "2"):
             trainer.step()
             updater.update(LocalFleet([engine]), trainer, dataclasses.replace(update, version=version))
     finally:
         updater.disconnect(is_urgent=True)
-    assert set(expected_checksums(trainer.weights.items())) == set(engine.weights_checksum())
+    assert update.proof is not None
+    assert_all_compared(engine, update.proof)
     assert engine.weight_version() == "2"
 
 
@@ -124,12 +125,13 @@ def test_files_arrive_bit_for_bit_in_full_or_as_differences(engine, tiny_task, t
     settings = DiskSettings(tmp_path / "shared", None if encoding is None else tmp_path / "local")
     updater = DiskUpdater(ALONE, settings) if encoding is None else DeltaUpdater(ALONE, settings, encoding=encoding)
     engine.reset_weights()
-    update = WeightUpdate("1", max_chunk_bytes=1 << 16, timeout_s=600, checksums=expected_checksums)
+    update = WeightUpdate("1", max_chunk_bytes=1 << 16, timeout_s=600, proof=proof_of(tiny_task.model))
     sizes = []
     for version in ("1", "2", "3"):
         trainer.step(only=None if version == "1" else "layers.1.mlp.down_proj")
         sizes.append(updater.update(HostFleet([engine]), trainer, dataclasses.replace(update, version=version)))
-    assert set(expected_checksums(trainer.weights.items())) == set(engine.weights_checksum())
+    assert update.proof is not None
+    assert_all_compared(engine, update.proof)
     assert engine.weight_version() == "3"
     if encoding is not None:
         assert max(sizes[1:]) < sizes[0] / 4
@@ -152,7 +154,7 @@ class BothDevices:
         call = self.fleet.start(
             "update_weights_from_tensor", serialized_named_tensors=texts, weight_version=weight_version
         )
-        call.wait(60)
+        call.wait(300)
 
     def finish(self) -> None: ...
 
@@ -171,8 +173,8 @@ def test_engines_of_different_width_get_the_same_mixture_of_experts(tiny_task, p
     narrow = make_engine(task, preloaded, tmp_path / "narrow.log")
     trainer = StubTrainer(model_path)
     updater = WeightUpdater(ALONE, address="127.0.0.1", shares_devices=False, timeout_s=600, changed_only=True)
-    fleet = LocalFleet([wide, narrow], [EngineInfo(wide.url, 2), EngineInfo(narrow.url, 1)])
-    sizes = []
+    fleet = LocalFleet([wide, narrow], [EngineInfo(wide.url, 2, expert_blocks=2), EngineInfo(narrow.url, 1)])
+    sizes, proof = [], proof_of(model_path)
 
     def reference_of(version: str) -> Any:
         write_hf_directory(trainer.export_weights(), model_path, str(tmp_path / version))
@@ -181,13 +183,15 @@ def test_engines_of_different_width_get_the_same_mixture_of_experts(tiny_task, p
     try:
         for start in [fleet.pool.submit(each.start) for each in (wide, narrow)]:
             start.result()
-        fleet.start("reset_weights").wait(60)
+        fleet.start("reset_weights").wait(300)
         for version, only in (("0", "nothing"), ("1", None), ("2", "experts.3.")):
             trainer.step(only=only)
-            update = WeightUpdate(version, max_chunk_bytes=1 << 14, timeout_s=600, restores=version == "0")
+            update = WeightUpdate(version, max_chunk_bytes=1 << 14, timeout_s=600, proof=proof, restores=version == "0")
             sizes.append(updater.update(fleet, trainer, update))
         with pytest.raises(EngineError, match="refused weights_checker"):
-            fleet.start("compare_weights").wait(60)
+            fleet.start("compare_weights").wait(300)
+        assert_all_compared(wide, proof, blocks=2)
+        assert_all_compared(narrow, proof)
         answers = [generate(each, [5, 6, 7, 8]) for each in (wide, narrow)]
         references = [reference_of("2")]
         assert [expert_blocks(get_server_info(each.url)) for each in (wide, narrow)] == [2, 1]

@@ -21,6 +21,7 @@ from typing import Any
 import httpx
 import psutil
 
+from slime.backends.sglang_utils.checksum import read_checksums
 from slime.backends.sglang_utils.engine_adapters import AdapterCalls
 from slime.backends.sglang_utils.fork_server import ForkedServer
 from slime.backends.sglang_utils.server_process import (
@@ -362,12 +363,12 @@ class SGLangEngine(AdapterCalls):
         loads = self._request("GET", _LOADS, needs="loads")["loads"]
         return sum(int(load["num_running_reqs"]) + int(load["num_waiting_reqs"]) for load in loads)
 
-    def weights_checksum(self) -> dict[str, str]:
-        """Tensor name -> checksum of the engine's tensor."""
+    def rank_checksums(self) -> list[tuple[int, dict[str, str]]]:
+        """For each tensor-parallel rank its number, and a checksum of each of its tensors by name."""
         ranks = self._change("weights_checker", {"action": "checksum"}, needs="ranks")["ranks"]
         try:
-            return dict(ranks[0]["checksums"])
-        except (LookupError, TypeError, ValueError):
+            return read_checksums(ranks)
+        except (AttributeError, LookupError, TypeError, ValueError):
             raise EngineError(f"engine {self._spec.rank} ({self.url}): no checksums in {str(ranks)[:500]}") from None
 
     def reset_weights(self) -> None:

@@ -19,6 +19,7 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from slime.backends.sglang_utils.server_process import OtherNode
+from slime.backends.sglang_utils.topology import WorkerType
 from slime.utils.errors import EngineError
 
 logger = logging.getLogger(__name__)
@@ -97,6 +98,7 @@ class AdapterCalls(ABC):
 
     _other_nodes: Sequence[OtherNode]
     _staged: tuple[StagedAdapter, list[str]] | None = None
+    _spec: Any
 
     @abstractmethod
     def _change(
@@ -122,6 +124,14 @@ class AdapterCalls(ABC):
         needs: str | None = None,
     ) -> dict[str, Any]:
         """One HTTP call."""
+
+    def generate(self, body: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """The answers to a request that is neither streamed nor routed, one for each of its prompts."""
+        answer = self._change("generate", body)
+        answers: list[dict[str, Any]] = answer.get("list", [answer])
+        if any("meta_info" not in each for each in answers):
+            raise EngineError(f"engine {self._spec.rank}: POST /generate: no 'meta_info' in {str(answer)[:500]}")
+        return answers
 
     def adapters(self) -> list[str]:
         """The names of the adapters that requests may name."""
@@ -189,6 +199,27 @@ class AdapterCalls(ABC):
         base, *adapted = self._log_probs(token_ids, [{}, fields] if is_loaded else [{}])
         return {"adapters": adapters, "adapted": adapted[0] if adapted else None, "base": base}
 
+    def canary(self, token_ids: Sequence[int]) -> dict[str, Any] | None:
+        """Score the second half of a prompt. The cache may hold its first half.
+
+        Returns:
+            ``scores``: log-probs. ``cached``: tokens whose keys and values came from the cache. ``version``: of the
+            weights. None from an engine that makes only a part of a response (prefill, decode).
+        """
+        if self._spec.worker_type is not WorkerType.REGULAR:
+            return None
+        # scores from the first token on would keep SGLang from using its cache, and hide a cache that is stale
+        half = len(token_ids) // 2
+        body = {
+            "input_ids": list(token_ids),
+            "sampling_params": {"max_new_tokens": 0},  # a sampled token would change the random numbers of others
+            "return_logprob": True,
+            "logprob_start_len": len(token_ids) - half - 1,
+        }
+        info = self.generate(body)[0]["meta_info"]
+        scores = [float(entry[0]) for entry in info["input_token_logprobs"][-half:]]
+        return {"scores": scores, "cached": int(info["cached_tokens"]), "version": str(info["weight_version"])}
+
     def _log_probs(self, token_ids: Sequence[int], requests: Sequence[Mapping[str, str]]) -> list[list[float]]:
         """Log-probs of ``token_ids`` from the second on, one list for the fields of each of ``requests``."""
         body = {
@@ -198,5 +229,5 @@ class AdapterCalls(ABC):
             "logprob_start_len": 0,
             **{name: [fields.get(name) for fields in requests] for name in requests[-1]},
         }
-        answers = self._change("generate", body, needs="list")["list"]
-        return [[float(entry[0]) for entry in answer["meta_info"]["input_token_logprobs"][1:]] for answer in answers]
+        answers = [answer["meta_info"] for answer in self.generate(body)]
+        return [[float(entry[0]) for entry in answer["input_token_logprobs"][1:]] for answer in answers]

@@ -69,6 +69,7 @@ def _args(checkpoint: str, tmp_path: Path, **more: Any) -> Namespace:
         "update_weight_delta_checksum": "xxh3-128",
         "update_weight_local_checkpoint_dir": None,
         "check_weight_update_equal": False,
+        "weight_sync_proof": "none",
         "weight_sync_timeout": 5.0,
         "model_name": None,
     }

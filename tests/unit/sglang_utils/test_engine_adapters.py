@@ -29,7 +29,7 @@ RANK = """
 import base64, pickle, sys
 import torch, torch.multiprocessing
 content = pickle.loads(base64.b64decode(sys.stdin.read()))
-print(content["flattened_tensor"].view(torch.float32).sum().item(), content["metadata"][0].name)
+print(content["flattened_tensor"].view(torch.float32).sum(dtype=torch.float64).item(), content["metadata"][0].name)
 del content  # as an engine that unloads the adapter
 """
 
@@ -52,7 +52,7 @@ def test_ranks_of_one_host_read_one_copy_in_turn_which_then_is_freed():
     assert sum(map(len, texts)) < len(BYTES) / 10
     assert len(names_in_shared_memory() - before) == 1
     # the second one opens the memory when the first one has ended
-    assert read_by_ranks(texts) == [f"{VALUES.sum().item()} a\n"] * 2
+    assert read_by_ranks(texts) == [f"{VALUES.sum(dtype=torch.float64).item()} a\n"] * 2
     del adapter
     assert names_in_shared_memory() <= before
 

@@ -155,6 +155,7 @@ def test_an_ipv6_address_is_bracketed_in_the_url(tmp_path: Path):
     assert SGLangEngine(EngineSpec(0, "::1", 80, [], {}, tmp_path / "log")).url == "http://[::1]:80"
 
 
+RANK = {"checksums": {"w": "1"}, "parallelism_info": [{"role": "target", "tp_rank": 3}]}
 SYNC_VERBS = {
     "pause_generation": {},
     "continue_generation": {},
@@ -170,7 +171,7 @@ SYNC_VERBS = {
     "update_weights_from_distributed": {"names": [], "dtypes": [], "shapes": [], "group_name": "g"},
     "update_weights_from_tensor": {"serialized_named_tensors": []},
     "update_weights_from_disk": {"model_path": "/x"},
-    "weights_checksum": {},
+    "rank_checksums": {},
     "reset_weights": {},
     "compare_weights": {},
 }
@@ -183,7 +184,7 @@ def test_every_call_of_a_weight_sync_has_the_deadline_of_the_flag(verb: str, tmp
     class Client:
         def request(self, method: str, url: str, json: Any, timeout: float) -> httpx.Response:
             seen.append(timeout)
-            return httpx.Response(200, json={"ranks": [{"checksums": {}}]})
+            return httpx.Response(200, json={"ranks": [RANK]})
 
     engine = SGLangEngine(EngineSpec(4, "127.0.0.1", 1, [], {}, tmp_path / "log", sync_timeout_s=4321.0))
     monkeypatch.setattr(engine, "_clients", SimpleNamespace(client=Client()))
@@ -193,12 +194,14 @@ def test_every_call_of_a_weight_sync_has_the_deadline_of_the_flag(verb: str, tmp
     assert set(seen) == {4321.0}
 
 
-@pytest.mark.parametrize("answer", [{}, {"ranks": []}, {"ranks": [{}]}, {"ranks": {}}, {"ranks": [{"checksums": 1}]}])
+@pytest.mark.parametrize(
+    "answer", [{}, {"ranks": []}, {"ranks": [{}]}, {"ranks": {}}, {"ranks": [RANK | {"checksums": 1}]}]
+)
 def test_checksums_that_are_not_in_the_answer_are_an_error_that_quotes_it(
     engine: SGLangEngine, server: Server, answer: dict[str, Any]
 ):
-    server.answers["POST /weights_checker"] = (200, {"ranks": [{"checksums": {"w": "1"}}]})
-    assert engine.weights_checksum() == {"w": "1"}
+    server.answers["POST /weights_checker"] = (200, {"ranks": [RANK]})
+    assert engine.rank_checksums() == [(3, {"w": "1"})]
     server.answers["POST /weights_checker"] = (200, answer)
     with pytest.raises(EngineError, match=r"engine 4 .*no ('ranks'|checksums) in "):
-        engine.weights_checksum()
+        engine.rank_checksums()

@@ -241,6 +241,23 @@ def test_prefill_and_decode_apart_can_be_planned_anywhere_but_not_started_withou
     assert [problem for rule in MACHINE_RULES for problem in rule(resolved(""))] == []
 
 
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({}, None),
+        ({"sglang_speculative_algorithm": "EAGLE"}, "Use NGRAM"),
+        ({"sglang_speculative_algorithm": "EAGLE", "rollout_external_engine_addrs": ["a:1"]}, None),
+        ({"use_rollout_routing_replay": True}, "--use-rollout-routing-replay"),
+        ({"rollout_num_gpus_per_engine": 2}, "--rollout-num-gpus-per-engine 2"),
+    ],
+)
+def test_only_drafts_from_history_run_without_a_gpu(changes: dict[str, Any], part: str | None):
+    args = resolved("", **({"sglang_speculative_algorithm": "NGRAM"} | changes))
+    found = [problem for rule in MACHINE_RULES for problem in rule(args)]
+    assert len(found) == (part is not None)
+    assert all(one.startswith("--sglang-speculative-algorithm") and part in one for one in found)
+
+
 def test_an_engine_that_shares_the_sending_gpu_must_share_all_of_them(monkeypatch: pytest.MonkeyPatch):
     shared = {"colocate": True, "world_size": 4, "update_weight_transport": "nccl"}
     wide = resolved("", rollout_num_gpus_per_engine=8, **shared)

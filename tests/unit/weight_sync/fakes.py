@@ -32,7 +32,7 @@ class RecordingFleet:
         self.verbs: list[str] = []
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.version = "7"
-        self.answers: dict[str, Any] = {"weights_checksum": {"w": "sum"}} | answers
+        self.answers: dict[str, Any] = {"rank_checksums": [(0, {"w": "sum"})]} | answers
 
     def only(self, indices: Sequence[int]) -> RecordingFleet:
         part = RecordingFleet([self.engines[index] for index in indices])
