@@ -54,17 +54,23 @@ class BatchedTorchAttnBackend(TorchNativeAttnBackend):
             return None
         if lengths.numel() == 0:
             return None
+        drafted = forward_batch.spec_info.lengths if mode.is_target_verify() else None
+        if drafted is not None:
+            lengths = lengths + drafted  # those of SGLang are without the rows of a verification
         longest = int(lengths.max())
         slots = self.req_to_token_pool.req_to_token[forward_batch.req_pool_indices, :longest].long()
         key_positions = torch.arange(longest)
         if mode.is_decode():
             mask = key_positions[None, :] < lengths[:, None]
             return _Batch(slots, mask[:, None, None, :], None)
-        if not mode.is_extend() or forward_batch.extend_seq_lens is None:
+        if drafted is not None:
+            new, prefix = drafted, forward_batch.seq_lens
+        elif mode.is_extend() and forward_batch.extend_seq_lens is not None:
+            new, prefix = forward_batch.extend_seq_lens, forward_batch.extend_prefix_lens
+        else:
             return None
-        new, prefix = forward_batch.extend_seq_lens, forward_batch.extend_prefix_lens
         most_queries = int(new.max())
-        if new.numel() * most_queries * longest > _MAX_SCORES:
+        if drafted is None and new.numel() * most_queries * longest > _MAX_SCORES:
             return None
         query_positions = torch.arange(most_queries)
         # Padded query rows see keys as well, so no row is NaN. is_query drops them at the end.

@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from slime.utils import accelerator
 
 _NAP_MS = 20
@@ -37,7 +39,7 @@ def _create_memory_saver(original: Callable[..., Any], enable: bool) -> Any:
 
 
 def _prepare_lora(*args: Any, **kwargs: Any) -> None:
-    from slime.backends.sglang_utils.cpu_platform.lora import use_ordinary_memory  # SGLang is imported by now
+    from slime.backends.sglang_utils.cpu_platform.hooks import use_ordinary_memory  # SGLang is imported by now
 
     use_ordinary_memory()
 
@@ -47,3 +49,28 @@ def _nap(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
         scheduler.idle_sleeper.poller.poll(_NAP_MS)  # returns at once when a request arrives
     else:
         time.sleep(0.002)
+
+
+class _HostTorch:
+    """``torch`` for a module that asks for pinned memory, which needs a GPU: its tensors are in ordinary memory."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    @staticmethod
+    def tensor(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        return torch.tensor(*args, **kwargs)
+
+    @staticmethod
+    def zeros(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        return torch.zeros(*args, **kwargs)
+
+
+def use_ordinary_memory() -> None:
+    """Keep offsets and ranks of adapters in ordinary memory. Idempotent. SGLang 0.5.23 always pins them."""
+    from sglang.srt.lora import layers
+    from sglang.srt.lora.backend import torch_backend
+
+    host: Any = _HostTorch()
+    layers.torch = torch_backend.torch = host
+    torch.Tensor.pin_memory = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
