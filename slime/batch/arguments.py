@@ -24,6 +24,11 @@ class BatchArgs:
     balance_by_flops: bool = flag(
         False, "Form dynamic micro-batches of equal compute rather than first fit. Implies --balance-data."
     )
+    share_prefixes: bool = flag(
+        False,
+        "Tokens that several samples of a micro-batch begin with pass the model once. The results are those of "
+        "separate samples.",
+    )
     log_probs_max_tokens_per_gpu: int | None = flag(
         None, "The same for passes without gradients. Default: --max-tokens-per-gpu."
     )

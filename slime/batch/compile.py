@@ -53,6 +53,8 @@ def compile_train_data(
     if not samples:
         raise DataError("the rollout has no samples to train on")
     _check_rows(groups)
+    for sample in samples:
+        sample.metadata = sample.metadata or {}  # a user's rollout function may have set None
     data = _default_columns(samples, rewards, post_process, args) if convert is None else convert(args, samples)
     return _complete(data, len(samples) if convert is None else None)
 
@@ -156,7 +158,7 @@ def _logged_reward(sample: Sample, raw: float) -> float:
     """The ``raw_reward`` that a user's code or the data set put into the metadata, else ``raw``."""
     value = sample.metadata.get("raw_reward")
     try:
-        return raw if value is None else float(value)
+        return raw if value is None or isinstance(value, dict) else float(value)
     except (TypeError, ValueError, OverflowError):
         raise DataError(
             f"sample {sample.index} (group {sample.group_index}) has metadata raw_reward {value!r}: it is logged in "

@@ -45,8 +45,7 @@ class SignalWatch:
     """Warns if nothing is learned: three rollouts in a row without a group whose rewards differ."""
 
     def __init__(self, args: Namespace) -> None:
-        # distillation learns from the teacher even if all rewards of a group are equal
-        self._applies = is_group_relative(args) and not args.use_opd
+        self._applies = is_group_relative(args)
         self._num_flat = 0
 
     def check(self, rollout_id: int, rewards: Sequence[float], raw: Sequence[float]) -> None:

@@ -1,4 +1,4 @@
-"""Assigns samples to micro-batches, ranks and optimizer steps. Pure Python, no tensors.
+"""Assigns samples to micro-batches, ranks and optimizer steps. No tensors.
 
     rollouts in order ──▶ steps of global_batch_size rollouts ──▶ micro-batches ──▶ ranks
                           (the rest is dropped, and counted)      (packed first,    (strided, or balanced)
@@ -11,7 +11,7 @@ of them ends in collectives.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -22,6 +22,7 @@ from slime.batch.balance import (
     get_seqlen_balanced_partitions,
     split_bin,
 )
+from slime.batch.prefixes import PrefixTree
 from slime.models.cost import ModelDims, flops_of_length
 from slime.utils.errors import ConfigError, DataError
 
@@ -39,6 +40,7 @@ class MicroBatchArgs:
     max_tokens_per_gpu: int | None = None
     balance_data: bool = False
     balance_by_flops: bool = False
+    share_prefixes: bool = False
 
     def __post_init__(self) -> None:
         if self.use_dynamic_batch_size and not (self.max_tokens_per_gpu and self.max_tokens_per_gpu > 0):
@@ -98,6 +100,7 @@ def plan_steps(
     layout: ParallelLayout,
     settings: MicroBatchArgs,
     dims: ModelDims | None = None,
+    prefixes: PrefixTree | None = None,
 ) -> StepPlan:
     """Schedule the samples of one rollout.
 
@@ -108,17 +111,18 @@ def plan_steps(
         layout: parallel sizes of the trainer.
         settings: how micro-batches are formed.
         dims: sizes of the model, needed to balance compute.
+        prefixes: of the samples, if a prefix that samples of a micro-batch share is computed once.
 
     Raises:
         ScheduleError: fewer rollouts than one step, fewer samples than ranks, or counts that do not divide.
         ConfigError: balancing without ``dims``.
     """
-    # read only if compute is balanced
-    flops = [0] * len(total_lengths)
+    of_length = None
     if settings.is_balanced:
         if dims is None:
             raise ConfigError("--balance-data and --balance-by-flops need the sizes of the model.")
-        flops = list(map(flops_of_length(dims), total_lengths))
+        of_length = flops_of_length(dims)
+    costs = _Costs(total_lengths, of_length, prefixes)
     # dicts keep the order of insertion: steps take the rollouts in the order of their first samples
     rollouts: dict[int, list[int]] = {}
     for position, rollout_id in zip(range(len(total_lengths)), rollout_ids, strict=True):
@@ -136,8 +140,8 @@ def plan_steps(
     for step in range(num_steps):
         members = groups[step * global_batch_size : (step + 1) * global_batch_size]
         positions = [p for group in members for p in group]
-        micro_batches = _form_micro_batches(positions, total_lengths, flops, layout, settings)
-        for rank, mine in enumerate(_assign(micro_batches, flops, layout, settings)):
+        micro_batches = _form_micro_batches(positions, costs, layout, settings)
+        for rank, mine in enumerate(_assign(micro_batches, costs, layout, settings)):
             for items in mine:
                 # micro-batches index the rank's partition, not the batch
                 start = len(partitions[rank])
@@ -187,13 +191,39 @@ def build_dp_schedule(
     return plan.partitions, plan.micro_batch_indices, plan.num_microbatches, plan.global_batch_sizes
 
 
-def _form_micro_batches(
-    positions: list[int],
-    total_lengths: Sequence[int],
-    flops: Sequence[int],
-    layout: ParallelLayout,
-    settings: MicroBatchArgs,
-) -> Bins:
+class _Costs:
+    """Tokens and FLOPs of micro-batches, and the samples that one of them should keep together."""
+
+    def __init__(
+        self, lengths: Sequence[int], of_length: Callable[[int], int] | None, prefixes: PrefixTree | None
+    ) -> None:
+        self._lengths = lengths
+        self._of_length = of_length
+        # known for every sample, because a step weighs it several times
+        self._flops = None if of_length is None else list(map(of_length, lengths))
+        self._prefixes = prefixes
+
+    def units(self, positions: list[int], cap: int) -> Bins:
+        return [[p] for p in positions] if self._prefixes is None else self._prefixes.units(positions, cap)
+
+    def tokens(self, items: list[int]) -> int:
+        return sum(self._lengths[p] for p in items) if self._prefixes is None else self._prefixes.cost(items)
+
+    def flops(self, items: list[int]) -> int:
+        """0 if nothing balances compute."""
+        if self._flops is None or self._of_length is None:
+            return 0
+        if self._prefixes is None:
+            return sum(self._flops[p] for p in items)
+        return self._prefixes.cost(items, self._of_length)
+
+    def expand(self, bins: Bins, target: int) -> None:
+        """Split micro-batches in place until there are ``target`` of them, or each has one sample."""
+        if self._prefixes is not None:
+            self._prefixes.expand(bins, target)
+
+
+def _form_micro_batches(positions: list[int], costs: _Costs, layout: ParallelLayout, settings: MicroBatchArgs) -> Bins:
     """The micro-batches of one step, all ranks together, as global positions. Their count fits the layout."""
     # a rank without samples would not join the collectives of the step
     if len(positions) < layout.dp_size:
@@ -201,19 +231,22 @@ def _form_micro_batches(
             f"a step of {len(positions)} samples cannot feed {layout.dp_size} data-parallel ranks: "
             "raise --global-batch-size"
         )
-    lengths = [total_lengths[p] for p in positions]
     multiple = layout.microbatch_multiple
     if settings.use_dynamic_batch_size:
         assert settings.max_tokens_per_gpu is not None
         # the flag counts tokens per rank, and context-parallel ranks share every sequence
         cap = settings.max_tokens_per_gpu * layout.cp_size
+        units = costs.units(positions, cap)
+        lengths = [costs.tokens(unit) for unit in units]
         if settings.balance_by_flops:
-            bins = _pack_by_flops(lengths, [flops[p] for p in positions], cap)
+            bins = _pack_by_flops(lengths, [costs.flops(unit) for unit in units], cap)
         else:
             bins = first_fit_pack(lengths, cap)
         # every rank runs equally many micro-batches, and an interleaved pipeline takes them in groups
         target = max(1, math.ceil(len(bins) / multiple)) * multiple
         expand_bins_by_splitting(bins, target, lengths)
+        micro_batches = [[p for i in items for p in units[i]] for items in bins]
+        costs.expand(micro_batches, target)
         fix = (
             f"raise --max-tokens-per-gpu {settings.max_tokens_per_gpu} so that samples share micro-batches, or let "
             f"--global-batch-size give a multiple of {multiple} samples per step"
@@ -221,18 +254,18 @@ def _form_micro_batches(
     else:
         size = settings.micro_batch_size
         # a fixed size is never changed to fit: a wrong number of micro-batches raises below
-        bins = [list(range(i, min(i + size, len(positions)))) for i in range(0, len(positions), size)]
-        target = max(1, math.ceil(len(bins) / multiple)) * multiple
+        micro_batches = [positions[i : i + size] for i in range(0, len(positions), size)]
+        target = max(1, math.ceil(len(micro_batches) / multiple)) * multiple
         fix = (
             f"let --global-batch-size be a multiple of --micro-batch-size {size} x {multiple}, "
             "or use --use-dynamic-batch-size"
         )
-    if len(bins) != target:
+    if len(micro_batches) != target:
         raise ScheduleError(
-            f"a step of {len(positions)} samples gives {len(bins)} micro-batches, but their number must be a multiple "
-            f"of {multiple} (data-parallel ranks x pipeline group): {fix}"
+            f"a step of {len(positions)} samples gives {len(micro_batches)} micro-batches, but their number must be a "
+            f"multiple of {multiple} (data-parallel ranks x pipeline group): {fix}"
         )
-    return [[positions[i] for i in items] for items in bins]
+    return micro_batches
 
 
 def _pack_by_flops(lengths: Sequence[int], flops: Sequence[int], cap: int) -> Bins:
@@ -253,10 +286,10 @@ def _pack_by_flops(lengths: Sequence[int], flops: Sequence[int], cap: int) -> Bi
     return bins
 
 
-def _assign(micro_batches: Bins, flops: Sequence[int], layout: ParallelLayout, settings: MicroBatchArgs) -> list[Bins]:
+def _assign(micro_batches: Bins, costs: _Costs, layout: ParallelLayout, settings: MicroBatchArgs) -> list[Bins]:
     """The micro-batches of each rank, ``[dp][micro-batches]``: strided, or balanced by compute."""
     if settings.is_balanced:
-        weights = [sum(flops[p] for p in items) for items in micro_batches]
+        weights = [costs.flops(items) for items in micro_batches]
         # equal_size: ranks must run equally many micro-batches
         chosen = get_seqlen_balanced_partitions(weights, layout.dp_size, equal_size=True)
     else:

@@ -7,13 +7,14 @@ of each column.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy
 import torch
 
+from slime.batch.prefixes import PrefixTree, prefix_tree
 from slime.batch.schedule import MicroBatchArgs, ParallelLayout, StepPlan, plan_steps
 from slime.data.columns import RankBatch, TrainData, column
 from slime.models.cost import ModelDims
@@ -31,15 +32,33 @@ class Shipment:
     Attributes:
         ranks: one batch per data-parallel rank.
         plan: the schedule.
+        prefixes: of the samples, if a prefix that samples of a micro-batch share is computed once.
     """
 
     ranks: list[RankBatch]
     plan: StepPlan
+    prefixes: PrefixTree | None = None
 
     @property
     def num_dropped_samples(self) -> int:
         """Samples of trailing rollouts that do not fill a step. They are not trained on."""
         return self.plan.num_dropped_samples
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the scheduled samples."""
+        return sum(sum(rank["total_lengths"]) for rank in self.ranks)
+
+    def cost(self, of_length: Callable[[int], int] = int) -> int | None:
+        """Tokens that pass the model, or another cost of the same by length. None if no prefix is shared."""
+        if self.prefixes is None:
+            return None
+        ranks = zip(self.plan.partitions, self.plan.micro_batch_indices, strict=True)
+        return sum(
+            self.prefixes.cost([partition[i] for i in items], of_length)
+            for partition, micro_batches in ranks
+            for items in micro_batches
+        )
 
 
 def split_by_dp(
@@ -59,6 +78,7 @@ def split_by_dp(
     Returns:
         Per-rank batches and the plan. The plan counts dropped samples, and a warning is logged.
     """
+    prefixes = prefix_tree(data) if settings.share_prefixes else None
     plan = plan_steps(
         data["total_lengths"],
         data["rollout_ids"],
@@ -66,6 +86,7 @@ def split_by_dp(
         layout=layout,
         settings=settings,
         dims=dims,
+        prefixes=prefixes,
     )
     if plan.num_dropped_samples:
         logger.warning(
@@ -76,7 +97,7 @@ def split_by_dp(
             global_batch_size,
         )
     _warn_of_long_samples(data["total_lengths"], settings, layout)
-    return Shipment([tensorize(slice_batch(data, plan, rank)) for rank in range(layout.dp_size)], plan)
+    return Shipment([tensorize(slice_batch(data, plan, rank)) for rank in range(layout.dp_size)], plan, prefixes)
 
 
 def _warn_of_long_samples(total_lengths: Sequence[int], settings: MicroBatchArgs, layout: ParallelLayout) -> None:

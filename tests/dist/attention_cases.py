@@ -104,7 +104,7 @@ def attend_to_latents(
 
     from megatron.core import parallel_state as mpu
 
-    from slime.backends.training import attention as kernel
+    from slime.backends.training import context_parallel as kernel
     from tests.dist.family_cases import _load, _start
 
     _start(layout)

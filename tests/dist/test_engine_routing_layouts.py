@@ -13,7 +13,7 @@ import torch
 from tests.dist.comparison import NASTY, PLAIN, Result, assert_equal, assert_replicas_agree, layout_args, main_rank
 from tests.dist.ranks import ForkServer
 from tests.unit.megatron_utils.tiny_families import make_family_checkpoint
-from tests.unit.megatron_utils.tiny_trainer import make_batch
+from tests.unit.megatron_utils.tiny_trainer import make_batch, with_shared_prefixes
 from tests.verification import verify
 
 _NUM_LAYERS, _DENSE, _NUM_EXPERTS, _TOPK = 4, 1, 8, 2
@@ -44,7 +44,8 @@ def _train(ranks: ForkServer, world_size: int, directory: Path, layout: str, **a
     settings = PLAIN | {"use_routing_replay": True, "use_rollout_routing_replay": True} | layout_args(layout)
     settings |= {"output_dir": str(directory)} | arguments
     size = settings.pop("size", 3)
-    case = {"hf": str(directory / "hf"), "batch": _batch(), "num_steps": 2, "args": settings, "size": size}
+    batch = with_shared_prefixes(_batch()) if settings.pop("repeats", False) else _batch()
+    case = {"hf": str(directory / "hf"), "batch": batch, "num_steps": 2, "args": settings, "size": size}
     return ranks.run("tests.dist.layout_cases:train", world_size, **case)
 
 
@@ -110,4 +111,11 @@ def test_every_layout_trains_like_one_rank(
 ) -> None:
     results = _train(ranks, world_size, directory, layout, **arguments)
     assert_equal(one_rank, results)
+    assert_replicas_agree(results)
+
+
+def test_a_prefix_is_shared_as_far_as_the_engine_chose_the_same_experts(ranks: ForkServer, directory: Path) -> None:
+    reference = main_rank(_train(ranks, 1, directory, "size16", repeats=True))
+    results = _train(ranks, 2, directory, "tp2 sp ep2 etp1 size8", repeats=True, share_prefixes=True)
+    assert_equal(reference, results)
     assert_replicas_agree(results)

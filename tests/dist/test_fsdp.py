@@ -11,13 +11,14 @@ import pytest
 import torch
 
 from tests.dist.ranks import ForkServer
-from tests.unit.megatron_utils.tiny_trainer import make_batch, make_hf_model
+from tests.unit.megatron_utils.tiny_trainer import make_batch, make_hf_model, with_shared_prefixes
 from tests.verification import verify
 
 Result = dict[str, Any]
 
 _BUILT_IN = "slime.backends.megatron_utils.loss.policy_loss_function"
-_BATCHES = [make_batch(16, seed=seed) for seed in range(3)]
+# equal beginnings do not matter unless they are shared
+_BATCHES = [with_shared_prefixes(make_batch(16, seed=seed)) for seed in range(3)]
 _OBJECTIVE = {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k3", "entropy_coef": 0.01}
 _OPTIMIZER = {"lr": 1e-3, "weight_decay": 0.1, "lr_decay_style": "cosine", "lr_warmup_iters": 1}
 
@@ -75,10 +76,17 @@ def _assert_same(left: Result, right: Result) -> None:
     [
         (1, False, {}),
         (2, True, {"context_parallel_size": 2}),
+        (2, False, {"share_prefixes": True, "size": 4}),
         (4, False, {"context_parallel_size": 2, "recompute_granularity": "full", "size": 1}),
         (2, False, {"context_parallel_size": 2, "loss_type": "custom_loss", "custom_loss_function_path": _BUILT_IN}),
     ],
-    ids=["1 rank", "CP 2, token mean", "DP 2 x CP 2, other micro-batches, layers recomputed", "CP 2, custom loss"],
+    ids=[
+        "1 rank",
+        "CP 2, token mean",
+        "DP 2, shared prefixes",
+        "DP 2 x CP 2, other micro-batches, layers recomputed",
+        "CP 2, custom loss",
+    ],
 )
 def test_every_layout_gives_the_losses_gradients_and_weights_of_the_megatron_backend(
     runs: Runs, world_size: int, settings: dict[str, Any], per_token: bool

@@ -23,7 +23,7 @@ from tests.dist.comparison import (
     main_rank,
 )
 from tests.dist.ranks import ForkServer
-from tests.unit.megatron_utils.tiny_trainer import make_batch, make_hf_model, with_sampling_sets
+from tests.unit.megatron_utils.tiny_trainer import make_batch, make_hf_model, with_sampling_sets, with_shared_prefixes
 
 Train = Callable[..., list[Result]]
 
@@ -48,12 +48,13 @@ def train(ranks: ForkServer, directory: Path) -> Train:
         settings = PLAIN | layout_args(layout) | {"output_dir": str(directory)} | arguments
         size = settings.pop("size", 3)
         key = f"{world_size}{model}{size}{settings}"
+        samples = with_shared_prefixes(batch) if settings.pop("repeats", False) else batch
         if key not in known:
             known[key] = ranks.run(
                 "tests.dist.layout_cases:train",
                 world_size,
                 hf=str(directory / model),
-                batch=with_sampling_sets(batch) if "rollout_top_p" in settings else batch,
+                batch=with_sampling_sets(samples) if "rollout_top_p" in settings else samples,
                 num_steps=_STEPS,
                 args=settings,
                 size=size,
@@ -85,6 +86,16 @@ def test_one_kind_of_parallelism_trains_like_one_rank(
 ) -> None:
     results = train(world_size, layout)
     table.add(world_size, layout, assert_equal(main_rank(train(1, "size16")), results))
+    assert_replicas_agree(results)
+
+
+@pytest.mark.parametrize(("world_size", "layout"), [(2, "tp2 sp size8"), (2, "pp2 vpp2 size2")])
+def test_shared_prefixes_train_like_separate_samples(
+    world_size: int, layout: str, train: Train, table: ComparisonTable
+) -> None:
+    results = train(world_size, layout, repeats=True, share_prefixes=True)
+    reference = main_rank(train(1, "size16", repeats=True))
+    table.add(world_size, f"{layout} shared prefixes", assert_equal(reference, results))
     assert_replicas_agree(results)
 
 

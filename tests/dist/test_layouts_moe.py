@@ -23,21 +23,24 @@ from tests.dist.comparison import (
 )
 from tests.dist.ranks import ForkServer
 from tests.unit.megatron_utils.tiny_families import make_family_checkpoint
-from tests.unit.megatron_utils.tiny_trainer import make_batch
+from tests.unit.megatron_utils.tiny_trainer import make_batch, with_shared_prefixes
 from tools.convert_hf_to_int4_direct import _IGNORED, convert
 
 
 @pytest.fixture(scope="module")
 def train(ranks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Train:
     directory = tmp_path_factory.mktemp("layouts_moe")
-    of_family = trainer(ranks, directory, make_batch(16, seed=1, lengths=NASTY), make_family_checkpoint)
+    batch = make_batch(16, seed=1, lengths=NASTY)
+    of_family = trainer(ranks, directory, batch, make_family_checkpoint)
+    of_repeats = trainer(ranks, directory, with_shared_prefixes(batch), make_family_checkpoint)
 
     def run(family: str, world_size: int, layout: str, **arguments: Any) -> list[Result]:
         if "int4_group_size" in arguments:
             if not (directory / family).exists():
                 make_family_checkpoint(family, directory / family)
             family = _in_int4(directory, family, arguments["int4_group_size"])
-        return of_family(family, world_size, layout, **arguments)
+        of_batch = of_repeats if arguments.pop("repeats", False) else of_family
+        return of_batch(family, world_size, layout, **arguments)
 
     return run
 
@@ -174,3 +177,16 @@ def test_padding_of_micro_batches_changes_nothing(
     if settings:  # it is large enough to show
         free = main_rank(train(family, 1, ""))
         assert any(not free["weights"][name].equal(weight) for name, weight in reference["weights"].items())
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "settings"),
+    [("qwen3_moe", "tp2 sp ep2 etp1", _BALANCED), ("deepseek_v3", "pp2 first1", _BIASED)],
+)
+def test_a_shared_prefix_counts_for_the_load_of_experts_as_often_as_samples_have_it(
+    family: str, layout: str, settings: dict[str, Any], train: Train
+) -> None:
+    reference = main_rank(train(family, 1, "size8", repeats=True, **settings))
+    results = train(family, 2, f"{layout} size8", repeats=True, share_prefixes=True, **settings)
+    assert_equal(reference, results)
+    assert_replicas_agree(results)

@@ -33,8 +33,7 @@ from slime.backends.fsdp_utils.adapters import (
 from slime.backends.fsdp_utils.arguments import FsdpArgs
 from slime.backends.fsdp_utils.hf_weights import export_weights, load_weights
 from slime.backends.fsdp_utils.model import build_model, local_tensor, local_tensors, read_config
-from slime.backends.fsdp_utils.optimizer import build_optimizer, reset_moments
-from slime.backends.fsdp_utils.step import TrainState, outputs_by_sample, train_step
+from slime.backends.fsdp_utils.step import TrainState, build_optimizer, outputs_by_sample, reset_moments, train_step
 from slime.backends.protocols import EVERY_RANK, SOURCE, NamedTensor, Recipients, TrainerPart, weights_dtype
 from slime.backends.training.adapter_files import save_adapter, shared_description
 from slime.backends.training.arguments import OptimizerArgs, ParallelArgs, TrainerArgs
@@ -153,7 +152,8 @@ class FsdpTrainer(TrainerBase):
     # ------------------------------------------------------------------------------------------------ training
 
     def _train_batch(self, batch: Mapping[str, Any]) -> TrainBatch:
-        return TrainBatch(dict(batch), accelerator.current().device(), self._ready.sharding)
+        shares, device = self._shares_prefixes, accelerator.current().device()
+        return TrainBatch(dict(batch), device, self._ready.sharding, shares_prefixes=shares)
 
     def _outputs(
         self, batch: TrainBatch, read: ReadOutput, shape: tuple[int, ...] = (), store_prefix: str = ""

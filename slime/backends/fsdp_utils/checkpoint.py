@@ -29,8 +29,7 @@ from torch.futures import Future
 
 from slime.backends.fsdp_utils.adapters import adapter_parameters
 from slime.backends.fsdp_utils.model import saved_tensors
-from slime.backends.fsdp_utils.optimizer import allocate_states
-from slime.backends.fsdp_utils.step import TrainState
+from slime.backends.fsdp_utils.step import TrainState, allocate_states
 from slime.backends.training import checkpoint_files as files
 from slime.backends.training.adapter_files import ADAPTER
 from slime.backends.training.checkpoint_files import checksums_of, written_by

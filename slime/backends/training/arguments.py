@@ -231,6 +231,11 @@ class CheckpointArgs:
         "Export Hugging Face checkpoints here, with every checkpoint and at the end; {rollout_id} is replaced.",
         metavar="TEMPLATE",
     )
+    push_to_hub: str | None = flag(
+        None,
+        "Upload every export of --save-hf to this repository of the Hugging Face Hub, with a model card.",
+        metavar="OWNER/NAME",
+    )
     ckpt_step: int | None = flag(None, "Iteration of --load to take instead of the latest.")
     ckpt_format: Literal["torch", "torch_dist", "torch_dcp", "fsdp_dtensor"] = flag(
         "torch_dist", "Format of checkpoints.", no_effect="checkpoints are written as torch_dist"

@@ -4,6 +4,8 @@ Queries, keys and values are ``[t, heads, head_dim]`` with positions already in 
 concatenated). Causal within a sequence, blind across sequences. The backends' models call
 :func:`packed_attention` in every layer with a plan that is made once per micro-batch.
 
+With shared prefixes a sample's first keys are rows of other samples (``slime.batch.packing``).
+
 With context parallelism a rank has the queries of two chunks per segment (``context_parallel``) and gathers the keys
 and values of all ranks. Each chunk sees the keys from its segment's start to its own end. All ranks see equally many.
 
@@ -17,15 +19,15 @@ import functools
 import inspect
 import itertools
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
-from slime.backends.training.context_parallel import zigzag_rows
-from slime.batch.packing import copy_to
+from slime.backends.training.context_parallel import gather_rows, picked_rows, zigzag_rows
+from slime.batch.packing import copy_to, rows_of_samples
 from slime.utils import accelerator
 from slime.utils.errors import ConfigError
 
@@ -45,11 +47,13 @@ def packed_attention(
     scale: float,
     dropout: float = 0.0,
     cp_group: Any = None,
+    picks_again: bool = False,
 ) -> torch.Tensor:
     """query ``[t, heads, d]``, key ``[t, groups, d]`` and value ``[t, groups, v]`` -> ``[t, heads, v]``, v <= d.
 
     Args:
         cp_group: the ranks that share the sequences, all of which call this. None for one rank.
+        picks_again: keep keys and values once for the backward pass, not once per sample that shares a prefix.
     """
     if cp_group is not None:
         key, value = gather_rows([key, value], cp_group)
@@ -58,10 +62,14 @@ def packed_attention(
         # latent attention: kernels take one width only. Zero columns only add zero columns to the output
         value = F.pad(value, (0, query.size(-1) - width))
     # only SDPA applies dropout
-    if dropout == 0.0 and _has_varlen_kernel(query.dtype, query.size(-1)):
-        out = _varlen(query, key, value, plan, scale)
-    else:
-        out = _padded(query, key, value, plan.padding, scale, dropout)
+    is_varlen = dropout == 0.0 and _has_varlen_kernel(query.dtype, query.size(-1))
+    rows = (plan.key_rows if is_varlen else plan.padding.key_source) if plan.picks_keys else None
+    context = nullcontext([key, value]) if rows is None else picked_rows([key, value], rows, again=picks_again)
+    with context as (key, value):
+        if is_varlen:
+            out = _varlen(query, key, value, plan, scale)
+        else:
+            out = _padded(query, key, value, plan.padding, scale, dropout)
     return out[..., :width]
 
 
@@ -72,12 +80,21 @@ class Piece:
     Attributes:
         q_begin, q_length: rows of this rank's ``[t]``.
         k_begin, k_length: rows of the whole ``[T]``. Query i sees the first ``k_length - q_length + i + 1`` of them.
+        prefix: spans (first row, rows) of the keys before ``k_begin``, which ``k_length`` counts as well. Empty if the
+            segment is a whole sequence.
     """
 
     q_begin: int
     q_length: int
     k_begin: int
     k_length: int
+    prefix: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def key_rows(self) -> torch.Tensor:
+        """int64 ``[k_length]``, rows of the whole."""
+        own = (self.k_begin, self.k_length - sum(length for _, length in self.prefix))
+        return torch.cat([torch.arange(begin, begin + length) for begin, length in (*self.prefix, own)])
 
 
 @dataclass(frozen=True)
@@ -86,7 +103,7 @@ class PaddedBatch:
 
     Attributes:
         shape: (pieces, padded queries, padded keys).
-        visible: bool ``[pieces, 1, queries, keys]``. None if queries and keys are the same rows, which are causal.
+        visible: bool ``[pieces, 1, queries, keys]``. None if queries and keys are the same tokens, which are causal.
     """
 
     shape: tuple[int, int, int]
@@ -132,13 +149,18 @@ class AttentionPlan:
         """Keys come from several ranks."""
         return self.gathered_row is not None
 
+    @functools.cached_property
+    def picks_keys(self) -> bool:
+        """The keys of the pieces, one after the other, are not the rows of the keys."""
+        return self.is_sharded or _has_prefixes(self.pieces)
+
     def prepare(self) -> None:
         """Make the tensors that the device's kernel needs. Otherwise the first layer makes them."""
         if accelerator.current().is_cpu or not _has_varlen():
             _ = self.padding
             return
         _ = self.lengths
-        if self.is_sharded:
+        if self.picks_keys:
             _ = self.key_rows
 
     def in_slices(self, count: int) -> AttentionPlan:
@@ -161,10 +183,9 @@ class AttentionPlan:
     @functools.cached_property
     def key_rows(self) -> torch.Tensor:
         """Rows of the gathered keys, piece after piece: int64."""
-        assert self.gathered_row is not None, "without context parallelism keys are in order"
         # spans overlap: both pieces of a segment see its first keys
-        spans = [torch.arange(piece.k_begin, piece.k_begin + piece.k_length) for piece in self.pieces]
-        return self.gathered_row[copy_to(torch.cat(spans), self._device)]
+        rows = copy_to(torch.cat([piece.key_rows for piece in self.pieces]), self._device)
+        return rows if self.gathered_row is None else self.gathered_row[rows]
 
     @functools.cached_property
     def lengths(self) -> tuple[torch.Tensor, torch.Tensor, int, int]:
@@ -183,6 +204,7 @@ def plan_attention(
     cp_size: int = 1,
     *,
     device: torch.device | None = None,
+    shared: Sequence[int] | None = None,
 ) -> AttentionPlan:
     """The plan of one micro-batch.
 
@@ -190,14 +212,15 @@ def plan_attention(
         cu_seqlens: ``[S + 1]`` of the whole micro-batch: where each segment starts, and the end of the last. Reading a
             tensor waits for its device.
         device: of the plan's tensors. By default that of ``cu_seqlens``, or the CPU.
+        shared: tokens that each sample shares with the one before it, see ``slime.batch.packing``. On one rank only.
     """
     if isinstance(cu_seqlens, torch.Tensor):
         device = device or cu_seqlens.device
         cu_seqlens = cu_seqlens.tolist()
     device = device or torch.device("cpu")
     bounds = list(cu_seqlens)
-    pieces = []
-    for start, end in itertools.pairwise(bounds):
+    pieces = [] if shared is None else _pieces_with_prefixes(bounds, shared)
+    for start, end in itertools.pairwise(bounds if shared is None else bounds[len(shared) :]):
         if cp_size == 1:
             pieces.append(Piece(start, end - start, start, end - start))
             continue
@@ -215,22 +238,47 @@ def plan_attention(
     return AttentionPlan(pieces, gathered_row, device)
 
 
-def _group(pieces: list[Piece]) -> list[list[Piece]]:
+def _has_prefixes(pieces: list[Piece]) -> bool:
+    return any(piece.k_length != piece.q_length for piece in pieces)
+
+
+def _pieces_with_prefixes(bounds: Sequence[int], shared: Sequence[int]) -> list[Piece]:
+    pieces = []
+    for spans, prefix, start, end in zip(
+        rows_of_samples(bounds, shared), shared, bounds, bounds[1 : len(shared) + 1], strict=False
+    ):
+        if end == start:
+            continue  # the sample is the beginning of the one before it
+        begin, _ = spans[-1]  # the span that ends with the segment may begin with a part of the prefix
+        pieces.append(Piece(start, end - start, begin, prefix + end - start, tuple(spans[:-1])))
+    return pieces
+
+
+def _group(pieces: list[Piece], *, by_queries: bool) -> list[list[Piece]]:
+    """Pieces with about equally many keys, and with ``by_queries`` about equally many queries too."""
+
+    def fits(first: Piece, piece: Piece) -> bool:
+        pairs = [(first.k_length, piece.k_length)]
+        if by_queries:
+            pairs.append((first.q_length, piece.q_length))
+        return all(abs(one - other) <= max(_SHORT, max(one, other) // 4) for one, other in pairs)
+
     groups: list[list[Piece]] = []
     for piece in sorted(pieces, key=lambda one: (-one.k_length, -one.q_length)):
-        longest = groups[-1][0].k_length if groups else 0
-        if groups and longest - piece.k_length <= max(_SHORT, longest // 4):
-            groups[-1].append(piece)
-        else:
+        group = next((group for group in groups if fits(group[0], piece)), None)
+        if group is None:
             groups.append([piece])
+        else:
+            group.append(piece)
     return groups
 
 
 def _padding_plan(pieces: list[Piece], gathered_row: torch.Tensor | None, device: torch.device) -> PaddingPlan:
+    is_sharded, picks_keys = gathered_row is not None, gathered_row is not None or _has_prefixes(pieces)
     sources, reals, keys, batches = [], [], [], []
-    for group in _group(pieces):
-        q_begin, q_length, k_begin, k_length = torch.tensor(
-            [[one.q_begin, one.q_length, one.k_begin, one.k_length] for one in group]
+    for group in _group(pieces, by_queries=not is_sharded):
+        q_begin, q_length, k_length = torch.tensor(
+            [[one.q_begin, one.q_length, one.k_length] for one in group]
         ).T.unsqueeze(-1)
         queries, longest = torch.arange(int(q_length.max())), torch.arange(int(k_length.max()))
         is_real = queries < q_length
@@ -238,8 +286,10 @@ def _padding_plan(pieces: list[Piece], gathered_row: torch.Tensor | None, device
         sources.append(torch.where(is_real, q_begin + queries, q_begin).flatten())
         reals.append(is_real.flatten())
         visible = None
-        if gathered_row is not None:
-            keys.append(torch.where(longest < k_length, k_begin + longest, k_begin).flatten())
+        if picks_keys:
+            rows = [one.key_rows for one in group]
+            keys += [F.pad(row, (0, len(longest) - len(row)), value=int(row[0])) for row in rows]
+        if is_sharded or not torch.equal(q_length, k_length):
             # padded queries see real keys as well: a softmax over no key would be nan
             last_seen = (k_length - q_length + queries).clamp(max=k_length - 1)
             visible = (longest <= last_seen.unsqueeze(-1)).unsqueeze(1).to(device)
@@ -247,7 +297,9 @@ def _padding_plan(pieces: list[Piece], gathered_row: torch.Tensor | None, device
     source, is_real = torch.cat(sources), torch.cat(reals)
     target = torch.empty(int(is_real.sum()), dtype=torch.int64)
     target[source[is_real]] = torch.arange(len(source))[is_real]
-    key_source = None if gathered_row is None else gathered_row[torch.cat(keys).to(device)]
+    key_source = torch.cat(keys).to(device) if picks_keys else None
+    if key_source is not None and gathered_row is not None:
+        key_source = gathered_row[key_source]
     is_packed = torch.equal(source, torch.arange(len(target)))  # sequences of equal length
     return PaddingPlan(tuple(batches), source.to(device), target.to(device), is_real.to(device), key_source, is_packed)
 
@@ -280,29 +332,9 @@ class _Unpad(torch.autograd.Function):
         return padded.masked_fill_(~ctx.plan.is_real[:, None, None], 0.0), None
 
 
-class _GatherRows(torch.autograd.Function):
-    """The ``[t, c]`` of all context-parallel ranks, concatenated to ``[size * t, c]``. Backward sums and scatters."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
-        ctx.group = group
-        whole = x.new_empty((group.size() * x.size(0), *x.shape[1:]))
-        dist.all_gather_into_tensor(whole, x.contiguous(), group=group)
-        return whole
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        part = grad.new_empty((grad.size(0) // ctx.group.size(), *grad.shape[1:]))
-        # the queries of every rank contribute to the gradient of these keys
-        dist.reduce_scatter_tensor(part, grad.contiguous(), group=ctx.group)
-        return part, None
-
-
 def _varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan, scale: float) -> torch.Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    if plan.is_sharded:
-        k, v = k.index_select(0, plan.key_rows), v.index_select(0, plan.key_rows)
     q_bounds, k_bounds, longest_q, longest_k = plan.lengths
     # kernels of before the keyword take fewer key heads without it
     takes_gqa = "enable_gqa" in _varlen_keywords()
@@ -327,10 +359,7 @@ def _padded(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: PaddingPlan, scale: float, dropout: float
 ) -> torch.Tensor:
     queries = _pad(q, plan)
-    if plan.key_source is None:
-        keys, values = _pad(k, plan), _pad(v, plan)
-    else:
-        keys, values = k.index_select(0, plan.key_source), v.index_select(0, plan.key_source)
+    keys, values = (k, v) if plan.key_source is not None else (_pad(k, plan), _pad(v, plan))
     outputs = []
     q_end = k_end = 0
     for batch in plan.batches:
@@ -360,15 +389,6 @@ def _pad(x: torch.Tensor, plan: PaddingPlan) -> torch.Tensor:
         return x
     padded: torch.Tensor = _Pad.apply(x, plan)  # type: ignore[no-untyped-call]
     return padded
-
-
-def gather_rows(parts: Sequence[torch.Tensor], group: Any) -> list[torch.Tensor]:
-    """Tensors ``[t, ...]`` of all context-parallel ranks in one collective, ``[T, ...]`` each, rank after rank."""
-    # one collective for all: its latency counts more than the copy
-    joined = torch.cat([part.flatten(1) for part in parts], dim=1)
-    whole: torch.Tensor = _GatherRows.apply(joined, group)  # type: ignore[no-untyped-call]
-    pieces = whole.split([part[0].numel() for part in parts], dim=1)
-    return [piece.reshape(-1, *part.shape[1:]) for piece, part in zip(pieces, parts, strict=True)]
 
 
 def _has_varlen_kernel(dtype: torch.dtype, head_dim: int) -> bool:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
@@ -213,3 +213,63 @@ class _Gather(torch.autograd.Function):
             grad = grad.clone(memory_format=torch.contiguous_format)
             dist.all_reduce(grad, group=ctx.group)
         return grad.index_select(0, index), None, None, None, None
+
+
+def gather_rows(parts: Sequence[torch.Tensor], group: Any) -> list[torch.Tensor]:
+    """Tensors ``[t, ...]`` of all context-parallel ranks in one collective, ``[T, ...]`` each, rank after rank."""
+    # one collective for all: its latency counts more than the copy
+    joined = torch.cat([part.flatten(1) for part in parts], dim=1)
+    whole: torch.Tensor = _GatherRows.apply(joined, group)  # type: ignore[no-untyped-call]
+    pieces = whole.split([part[0].numel() for part in parts], dim=1)
+    return [piece.reshape(-1, *part.shape[1:]) for piece, part in zip(pieces, parts, strict=True)]
+
+
+class _GatherRows(torch.autograd.Function):
+    """The ``[t, c]`` of all context-parallel ranks, concatenated to ``[size * t, c]``. Backward sums and scatters."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        whole = x.new_empty((group.size() * x.size(0), *x.shape[1:]))
+        dist.all_gather_into_tensor(whole, x.contiguous(), group=group)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        part = grad.new_empty((grad.size(0) // ctx.group.size(), *grad.shape[1:]))
+        # the queries of every rank contribute to the gradient of these keys
+        dist.reduce_scatter_tensor(part, grad.contiguous(), group=ctx.group)
+        return part, None
+
+
+@contextmanager
+def picked_rows(tensors: Sequence[torch.Tensor], rows: torch.Tensor, *, again: bool) -> Iterator[list[torch.Tensor]]:
+    """``tensor[rows]`` of each.
+
+    Args:
+        again: if an operation in the context keeps a part of a result for its backward pass, keep the tensor instead
+            and pick the rows again. Not inside torch's checkpoints without reentrance, which would keep it as well.
+    """
+    picked = [tensor.index_select(0, rows) for tensor in tensors]
+    sources = {one.untyped_storage().data_ptr(): tensor.detach() for one, tensor in zip(picked, tensors, strict=True)}
+
+    def keep(part: torch.Tensor) -> Any:
+        source = sources.get(part.untyped_storage().data_ptr())
+        if source is None or not part.numel() or part.numel() % source[0].numel():
+            return part
+        width = source[0].numel()
+        span = 1 + sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True))
+        first, left = divmod(int(part.storage_offset()), width)
+        if left or span != part.numel():
+            return part  # not whole rows
+        return source, rows[first : first + span // width], part.shape, part.stride()
+
+    def restore(kept: Any) -> torch.Tensor:
+        if isinstance(kept, torch.Tensor):
+            return kept
+        source, some, shape, stride = kept
+        found: torch.Tensor = source.index_select(0, some).as_strided(shape, stride)
+        return found
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, restore) if again else nullcontext():
+        yield picked

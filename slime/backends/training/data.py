@@ -23,6 +23,7 @@ from slime.backends.training.media import Media, MediaTokens, merge_inputs, plac
 from slime.batch.arguments import CUDA_ROW_MULTIPLE, BatchArgs
 from slime.batch.balance import expand_bins_by_splitting, first_fit_pack
 from slime.batch.packing import PackedSequences, pack
+from slime.batch.prefixes import PrefixTree, prefix_tree
 from slime.utils import accelerator
 from slime.utils.errors import DataError
 
@@ -65,10 +66,14 @@ class MicroBatch:
     def plan(self) -> AttentionPlan:
         """The attention plan, one for all layers."""
         packed, sharding = self.packed, self.sharding
-        return plan_attention(packed.borders, sharding.cp_rank, sharding.cp_size, device=packed.tokens.device)
+        return plan_attention(
+            packed.borders, sharding.cp_rank, sharding.cp_size, device=packed.tokens.device, shared=packed.shared
+        )
 
     def gather(self, local: torch.Tensor) -> torch.Tensor:
         """This rank's values, one per row in ``packed.response_rows`` -> ``[N]`` of the whole responses."""
+        if self.packed.response_pairs is not None:
+            return local.index_select(0, self.packed.response_pairs)
         return gather_responses(local, self.part, self.sharding.cp_group)
 
 
@@ -79,6 +84,7 @@ class TrainBatch:
 
     Attributes:
         sharding: how it is divided.
+        prefixes: of its samples, if a prefix that samples of a micro-batch share passes the model once.
 
     Raises:
         DataError: the batch has images, but ``media_tokens`` is missing.
@@ -90,6 +96,9 @@ class TrainBatch:
         device: torch.device,
         sharding: Sharding | None = None,
         media_tokens: MediaTokens | None = None,
+        *,
+        shares_prefixes: bool = False,
+        prefixes: PrefixTree | None = None,
     ) -> None:
         self.columns = columns
         self._device = device
@@ -107,11 +116,13 @@ class TrainBatch:
         if sorted(index for indices in micro_batches for index in indices) != list(range(len(columns["tokens"]))):
             raise ValueError(f"the schedule must name each of the {len(columns['tokens'])} samples exactly once")
         self._steps = [micro_batches[a:b] for a, b in pairwise(ends)]
+        self.prefixes = prefix_tree(columns) if shares_prefixes and prefixes is None else prefixes
 
     def with_micro_batches(self, micro_batches: list[list[int]]) -> TrainBatch:
         """The same samples in one step of other micro-batches, for a pass over all of them."""
         schedule = {"micro_batch_indices": micro_batches, "num_microbatches": [len(micro_batches)]}
-        return TrainBatch(self.columns | schedule, self._device, self.sharding, self._media_tokens)
+        columns = self.columns | schedule
+        return TrainBatch(columns, self._device, self.sharding, self._media_tokens, prefixes=self.prefixes)
 
     @property
     def num_steps(self) -> int:
@@ -145,6 +156,9 @@ class TrainBatch:
         """
         sharding = self.sharding
         for indices in self._steps[step]:
+            ordered, shared = ([], []) if self.prefixes is None else self.prefixes.arrange(indices)
+            if any(shared):
+                indices = ordered
             response_lengths = self.select("response_lengths", indices)
             packed = pack(
                 self.select("tokens", indices),
@@ -152,6 +166,9 @@ class TrainBatch:
                 segment_multiple=sharding.segment_multiple,
                 pad_multiple=sharding.pad_multiple,
                 device="cpu",  # indices are computed there, where nothing waits
+                shared=shared if any(shared) else None,
+                # equal targets of a row may have been sampled from different cuts of the vocabulary
+                joins_targets=self.columns.get("rollout_top_p_token_offsets") is None,
             )
             host = shard(packed, sharding)
             part = host.to(self._device)
@@ -257,13 +274,17 @@ def forward_batch(batch: TrainBatch, settings: BatchArgs, *, context_parallel_si
     assert settings.log_probs_max_tokens_per_gpu is not None, "has_own_micro_batches looked"
     lengths = [len(tokens) for tokens in batch.columns["tokens"]]
     # the flag counts tokens per rank, and context-parallel ranks share every sequence
-    bins = first_fit_pack(lengths, settings.log_probs_max_tokens_per_gpu * context_parallel_size)
+    cap = settings.log_probs_max_tokens_per_gpu * context_parallel_size
+    bins = first_fit_pack(lengths, cap) if batch.prefixes is None else batch.prefixes.pack(range(len(lengths)), cap)
     largest, fewest_samples = _over_all_ranks(len(bins), len(lengths))
     # all ranks run equally many micro-batches, because each ends in collectives
     target = math.ceil(largest / multiple) * multiple
     if target > fewest_samples:
         return batch  # some rank has too few samples for its share
-    expand_bins_by_splitting(bins, target, lengths)
+    if batch.prefixes is None:
+        expand_bins_by_splitting(bins, target, lengths)
+    else:
+        batch.prefixes.expand(bins, target)
     return batch.with_micro_batches(bins)
 
 

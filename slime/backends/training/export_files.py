@@ -25,6 +25,7 @@ from slime.utils.errors import ConfigError
 MARKER = "slime_export.json"
 _FORMAT = 1
 _NUMBER = re.compile(r"\{rollout_id[^}]*\}")
+_REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 # written by the store of weight versions, whose full versions are exports
 _WRITTEN_LATER = ("slime_weights.json",)
 
@@ -116,7 +117,13 @@ def export_checksums(directory: Path) -> Mapping[str, str]:
 
 
 def check_export(args: Any) -> Iterator[str]:
-    """Rule over the resolved arguments: every directory that ``--save-hf`` would replace is an export."""
+    """Rules over the resolved arguments: every directory that ``--save-hf`` would replace is an export."""
+    if args.push_to_hub is not None:
+        flag = f"--push-to-hub {args.push_to_hub}"
+        if not _REPOSITORY.fullmatch(args.push_to_hub):
+            yield f"{flag} must name a repository with its owner: --push-to-hub me/my-model."
+        if not args.save_hf:
+            yield f"{flag} uploads the exports of --save-hf: give --save-hf DIR as well, or drop it."
     if not args.save_hf:
         return
     for target in _existing_targets(args):

@@ -78,6 +78,7 @@ class TrainerBase(ABC):
         self._distillation = from_args(DistillationArgs, args)
         self._checkpoint = from_args(CheckpointArgs, args)
         self._copies = from_args(ModelCopyArgs, args)
+        self._shares_prefixes = from_args(BatchArgs, args).share_prefixes
         self._lora = None if self.is_critic else LoraConfig.from_args(args)
         self._bad_steps = BadSteps(args.save or args.output_dir, rank)
         self._vocab_size = vocab_size
@@ -354,15 +355,15 @@ class TrainerBase(ABC):
         fields = adapter_fields(self._args)
         if not fields:
             return None
-        self._device.require(["weights"], "the proof of the adapters")
         ids = probe_ids(self._vocab_size)
         if self._base_scores is None:
             with self._adapters_off():
-                self._base_scores = self._score(ids)
-        return AdapterProof(Probe(version, ids, self._score(ids), self._base_scores), fields)
+                self._base_scores = self.fixed_log_probs(ids)
+        return AdapterProof(Probe(version, ids, self.fixed_log_probs(ids), self._base_scores), fields)
 
-    def _score(self, ids: list[int]) -> list[float]:
-        """Log-probs of ``ids`` from the second on, at temperature 1."""
+    def fixed_log_probs(self, ids: list[int]) -> list[float]:
+        """Log-probs of ``ids`` from the second on, at temperature 1. A collective."""
+        self._device.require(["weights"], "the log-probs of fixed tokens")
         size, group = self._objective.vocab_size, self._place.tensor_group
 
         def read(micro_batch: MicroBatch, logits: torch.Tensor) -> torch.Tensor:

@@ -118,6 +118,8 @@ def test_reward_key_selects_from_a_dict_and_metadata_raw_reward_replaces_what_is
 def test_a_raw_reward_of_the_data_set_that_is_no_number_names_the_sample():
     samples = [make_sample(0, metadata={"raw_reward": None}), make_sample(1, reward=2.0, metadata={"raw_reward": "3"})]
     assert compile_train_data(samples, rewards=RAW)["raw_reward"] == [samples[0].reward, 3.0]
+    for metadata in (None, {"raw_reward": {"acc": 0.5}}):
+        assert compile_train_data([make_sample(0, reward=2.0, metadata=metadata)], rewards=RAW)["raw_reward"] == [2.0]
     for value in ("good", [1.0]):
         sample = make_sample(7, metadata={"raw_reward": value})
         with pytest.raises(DataError, match=r"sample 7 .* raw_reward .*must be a number"):
@@ -290,7 +292,9 @@ def test_rows_of_one_execution_must_say_that_they_belong_together(ids, fits):
 
 def test_three_rollouts_without_a_difference_between_rewards_are_reported(caplog):
     learns: dict[str, Any] = {"advantage_estimator": "grpo", "rewards_normalization": True, "loss_type": "policy_loss"}
-    learns |= {"compute_advantages_and_returns": True, "custom_advantage_function_path": None, "use_opd": False}
+    replaced = ("custom_advantage_function_path", "custom_reward_post_process_path")
+    learns |= {"compute_advantages_and_returns": True, "use_opd": False, **dict.fromkeys(replaced)}
+    learns["custom_convert_samples_to_train_data_path"] = None
     watch = SignalWatch(Namespace(**learns))
     flat, useful = ([0.0, 0.0], [1.0, 1.0]), ([0.7, -0.7], [1.0, 0.0])
     for number, rewards in enumerate([flat, flat, useful, flat, flat]):

@@ -147,6 +147,27 @@ def make_batch(
     return schedule(batch, [list(range(num_samples))])
 
 
+def with_shared_prefixes(batch: dict[str, Any], *, seed: int = 0) -> dict[str, Any]:
+    """The batch with most samples beginning like an earlier one, of which some are whole beginnings of others.
+
+    The engine's experts, if there are any, are those of the earlier sample for all tokens but some.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    changed = {
+        name: [one.clone() for one in batch[name]] for name in ("tokens", "rollout_routed_experts") if name in batch
+    }
+    for index in range(1, len(batch["tokens"])):
+        other = int(torch.randint(0, index, (1,), generator=generator))
+        most = min(len(batch["tokens"][index]), len(batch["tokens"][other]))
+        share = float(torch.rand(1, generator=generator))
+        length = most if share < 0.3 else int(most * share)
+        changed["tokens"][index][:length] = changed["tokens"][other][:length]
+        if len(changed) > 1:
+            length = min(length - index % 3, most - 1)
+            changed["rollout_routed_experts"][index][:length] = changed["rollout_routed_experts"][other][:length]
+    return batch | changed
+
+
 def with_sampling_sets(batch: dict[str, Any], *, seed: int = 0) -> dict[str, Any]:
     """The batch as if top-p had cut the vocabulary: some ids for every response token, itself among them."""
     generator = torch.Generator().manual_seed(seed)

@@ -22,9 +22,25 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
 from slime.backends.megatron_utils.model.rope import rotate, rotation
 from slime.backends.megatron_utils.model.sequences import Sequences
-from slime.backends.training.attention import AttentionPlan, gather_rows, packed_attention, plan_attention
+from slime.backends.training.attention import AttentionPlan, packed_attention, plan_attention
+from slime.backends.training.context_parallel import gather_rows
 from slime.backends.training.data import MicroBatch
 from slime.backends.training.media import Media
+
+
+class RowCounts(torch.Tensor):
+    """How many samples have each row, int32, in place of Megatron's mask of padding.
+
+    Megatron's routers multiply their counts and averages by ``~mask``. With these numbers instead, losses of routers
+    and loads of experts are those of separate samples.
+    """
+
+    def bool(self) -> RowCounts:  # type: ignore[override]
+        """The same: Megatron converts masks."""
+        return self
+
+    def __invert__(self) -> torch.Tensor:
+        return self.as_subclass(torch.Tensor)
 
 
 @dataclass
@@ -49,8 +65,9 @@ class PackedSegments(PackedSeqParams):
         media: images and videos among the tokens, or None. ``deep_features``: their features for the first layers on
             this rank, see ``vision_model``.
         borders: ``cu_seqlens`` on the host. Without them ``prepare`` waits for the device.
+        shared: tokens that each sample shares with the one before it, or None.
         is_padding: bool ``[1, t]`` rows that routers do not count, or None. A tensor rank's slice of them with sequence
-            parallelism.
+            parallelism. With shared prefixes the number of samples that have each row.
         sequences: tables for gated delta nets, or None if the model has none.
         latent_plan: the plan for keys that :class:`LatentSelfAttention` has gathered. None on one rank.
         pad_between_seqs: for Transformer Engine's attention: padding is a segment, not a gap between segments.
@@ -66,6 +83,7 @@ class PackedSegments(PackedSeqParams):
     media: Media | None = None
     deep_features: DeepFeatures | None = None
     borders: tuple[int, ...] | None = None
+    shared: tuple[int, ...] | None = None
     is_padding: torch.Tensor | None = None
     sequences: Sequences | None = None
     latent_plan: AttentionPlan | None = None
@@ -97,7 +115,8 @@ class PackedSegments(PackedSeqParams):
     @functools.cached_property
     def plan(self) -> AttentionPlan:  # once per micro-batch, for all layers
         assert self.cu_seqlens_q is not None, "packed_segments sets it"
-        return plan_attention(self._host_borders, self.cp_rank, self.cp_size, device=self.cu_seqlens_q.device)
+        device = self.cu_seqlens_q.device
+        return plan_attention(self._host_borders, self.cp_rank, self.cp_size, device=device, shared=self.shared)
 
     @functools.cached_property
     def _host_borders(self) -> Sequence[int]:
@@ -150,7 +169,9 @@ def segments_of(micro_batch: MicroBatch, *, prediction_vocab: int | None = None)
         cp_size=sharding.cp_size,
         cp_group=sharding.cp_group,
     )
-    segments.borders, segments.is_padding = packed.borders, packed.is_padding
+    segments.borders, segments.is_padding, segments.shared = packed.borders, packed.is_padding, packed.shared
+    if packed.num_holders is not None:
+        segments.is_padding = packed.num_holders.as_subclass(RowCounts)
     segments.media = micro_batch.media
     if prediction_vocab is not None:
         segments.prediction_mask, segments.vocab_size = micro_batch.trained, prediction_vocab
@@ -206,6 +227,7 @@ class PackedAttention(MegatronModule):
             scale=self._scale,
             dropout=self._dropout if self.training else 0.0,
             cp_group=None if has_all_keys else segments.cp_group,
+            picks_again=segments.shared is not None,
         )
         return out.reshape(out.size(0), -1)
 

@@ -35,8 +35,8 @@ from slime.backends.megatron_utils.model.te_layers import prepare_te_layers, wit
 from slime.backends.megatron_utils.precision.quantization import check_recipe
 from slime.backends.megatron_utils.vision_model import VisionGPTModel
 from slime.backends.training.arguments import OptimizerArgs, ParallelArgs, PrecisionArgs
+from slime.models.family import local_name
 from slime.models.shape import Llama3Rope, ModelShape
-from slime.models.tables import local_name
 from slime.utils import accelerator
 from slime.utils.errors import ConfigError
 

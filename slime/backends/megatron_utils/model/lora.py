@@ -28,9 +28,9 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 
 from slime.backends.megatron_utils.checkpoint.tensors import ModelTensors, chunks_of, shard, to_megatron
 from slime.backends.megatron_utils.model.experts import multiply
+from slime.models.family import Rule
 from slime.models.lora import Linear, LoraConfig, rows_of
 from slime.models.shape import ModelShape
-from slime.models.tables import Rule
 
 ADAPTERS = (r"\.adapter\.",)
 """Regular expressions that find the parameters of adapters."""

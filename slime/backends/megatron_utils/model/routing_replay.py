@@ -261,6 +261,7 @@ def engine_choices(batch: TrainBatch, shape: ModelShape) -> Iterator[torch.Tenso
                 batch.select(COLUMN, micro_batch.indices),
                 torch.tensor(micro_batch.packed.borders),
                 batch.sharding,
+                shared=micro_batch.packed.shared,
                 num_experts=moe.num_experts,
                 # A rule demands sequence parallelism of a model with experts: each tensor rank routes its slice.
                 tensor_rank=mpu.get_tensor_model_parallel_rank(),
@@ -274,6 +275,7 @@ def lay_out(
     sharding: Sharding,
     *,
     num_experts: int,
+    shared: Sequence[int] | None = None,
     tensor_rank: int = 0,
     tensor_size: int = 1,
 ) -> torch.Tensor:
@@ -282,6 +284,7 @@ def lay_out(
     Args:
         experts: ``[L - 1, layers, topk]`` of its samples, in order.
         cu_seqlens: ``[S + 1]`` borders of the whole micro-batch's segments. A segment after the samples is padding.
+        shared: tokens that each sample shares with the one before it, with equal choices.
         tensor_rank, tensor_size: the tensor rank, and the number of slices that sequence parallelism makes. FP8 makes
             ``sharding.sequence_multiple`` larger than their number.
     """
@@ -289,8 +292,10 @@ def lay_out(
     total = int(cu_seqlens[-1])
     filler = (torch.arange(total * topk) % num_experts).to(experts[0].dtype)  # spread evenly, distinct in a row
     whole = filler.view(total, 1, topk).expand(total, layers, topk).clone()
-    for start, value in zip(cu_seqlens.tolist(), experts, strict=False):
-        whole[start : start + len(value)] = value  # the sample's last token keeps the filler
+    borders = cu_seqlens.tolist()
+    for number, (start, value) in enumerate(zip(borders, experts, strict=False)):
+        own = value if shared is None else value[shared[number] :]
+        whole[start : start + len(own)] = own  # the sample's last token keeps the filler
     if sharding.cp_size > 1:
         whole = whole[zigzag_rows(cu_seqlens, sharding.cp_rank, sharding.cp_size)]
     return whole.chunk(tensor_size)[tensor_rank]

@@ -28,8 +28,10 @@ import torch.nn.functional as F
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.spec_utils import ModuleSpec
 
+from slime.backends.megatron_utils.checkpoint.tensors import chunks_of
 from slime.backends.megatron_utils.model.attention import LatentSelfAttention, PackedAttention, PackedSegments
 from slime.backends.megatron_utils.model.rope import rotate
+from slime.backends.megatron_utils.precision.quantization import fake_fp8
 from slime.backends.training.attention import AttentionPlan, Piece
 from slime.models.shape import SparseShape
 from slime.utils import accelerator
@@ -255,3 +257,16 @@ def attend_to_chosen(
         )
         outputs.append(out.squeeze(0).transpose(0, 1))
     return torch.cat(outputs)
+
+
+def fake_quantize_latents(chunks: Any, block_size: int) -> int:
+    """Round the latents of every layer of sparse attention. Returns the number of such layers on this rank."""
+
+    def round_output(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        return fake_fp8(output, block_size)
+
+    modules = [module for chunk in chunks_of(chunks) for module in chunk.modules()]
+    layers = [module for module in modules if isinstance(module, SparseSelfAttention)]
+    for layer in layers:
+        layer.kv_layernorm.register_forward_hook(round_output)  # its output is the cached latent
+    return len(layers)

@@ -8,7 +8,7 @@
     experts                              TEGroupedMLP
 
 Down-projections of latent attention, the core of sparse attention, delta nets, joint and output norms, vision towers,
-embedding and head stay. Two kinds of parameters get other names, which ``models.tables.local_name`` maps back. Tables,
+embedding and head stay. Two kinds of parameters get other names, which ``models.family.local_name`` maps back. Tables,
 checkpoints and flags have the local names only. ``megatron.core.extensions.transformer_engine`` is imported inside of
 functions: without the package its classes are mocks.
 """
