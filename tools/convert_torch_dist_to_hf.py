@@ -25,6 +25,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--input-dir", required=True, help="An iter_... directory, or one with a tracker file.")
     parser.add_argument("--output-dir", required=True, help="Directory to write.")
     parser.add_argument("--origin-hf-dir", dest="hf_checkpoint", required=True, help="Directory it was trained from.")
+    parser.add_argument("--model-name", help="Without effect: --origin-hf-dir names the family. For older scripts.")
     parser.add_argument("--chunk-size", type=int, default=5 * 1024**3, help="Largest safetensors file, in bytes.")
     parser.add_argument("-f", "--force", action="store_true", help="Replace --output-dir if it exists.")
     parser.add_argument(

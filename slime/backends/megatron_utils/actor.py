@@ -11,14 +11,21 @@ from __future__ import annotations
 import logging
 import time
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from slime.backends.megatron_utils.patches.install import install
+from slime.backends.training.arguments import PluginArgs
+from slime.config.groups import from_args
+from slime.hooks.load import load_function
+
+if TYPE_CHECKING:
+    from slime.backends.megatron_utils.step import TrainState
 
 # Before the first import of megatron.core: on a CPU its sources are rewritten during the import.
 install()
@@ -42,7 +49,6 @@ from slime.backends.megatron_utils.step import (
     tensor_group,
     train_step,
 )
-from slime.backends.megatron_utils.trainer_hooks import TrainerHooks
 from slime.backends.protocols import EVERY_RANK, NamedTensor, Recipients, TrainReport
 from slime.backends.training.arguments import ParallelArgs, TrainerArgs
 from slime.backends.training.checkpoint_source import Source
@@ -54,7 +60,6 @@ from slime.backends.training.offload import WeightBackup
 from slime.backends.training.steps import ReadOutput, StepResult
 from slime.backends.training.trainer import TrainerBase
 from slime.config.arguments import ClusterArgs
-from slime.config.groups import from_args
 from slime.models.hf_shape import read_shape
 from slime.models.shape import ModelShape
 from slime.utils import accelerator
@@ -159,7 +164,8 @@ class MegatronTrainer(TrainerBase):
         tokens = None
         if vision is not None:
             tokens = MediaTokens(vision.image_token, vision.video_token, vision.start_token, vision.merge_size)
-        return TrainBatch(dict(batch), accelerator.current().device(), self._ready.sharding, tokens)
+        shares, device = self._shares_prefixes, accelerator.current().device()
+        return TrainBatch(dict(batch), device, self._ready.sharding, tokens, shares_prefixes=shares)
 
     def _reset_moments(self) -> None:
         reset_moments(self._ready.optimizer)
@@ -239,3 +245,48 @@ class MegatronTrainer(TrainerBase):
     def _content(self) -> Content:
         # engines get the base once, and then adapters
         return "merged" if self._lora is not None and self._lora.merge else "weights"
+
+
+@dataclass(frozen=True)
+class TrainerHooks:
+    """The user's functions. None if the flag is not given."""
+
+    args: Namespace
+    init: Callable[..., Any] | None = None
+    log_prob: Callable[..., Any] | None = None
+    train_step: Callable[..., Any] | None = None
+
+    @classmethod
+    def load(cls, args: Namespace) -> TrainerHooks:
+        """Load the functions that ``args`` names.
+
+        Raises:
+            ConfigError: a path that cannot be loaded.
+        """
+        paths = from_args(PluginArgs, args)
+
+        def function(path: str | None) -> Callable[..., Any] | None:
+            return None if path is None else load_function(path)
+
+        return cls(
+            args,
+            init=function(paths.custom_megatron_init_path),
+            log_prob=function(paths.custom_megatron_before_log_prob_hook_path),
+            train_step=function(paths.custom_megatron_before_train_step_hook_path),
+        )
+
+    def after_init(self) -> None:
+        """Call the first hook. The process groups exist, the model does not."""
+        if self.init is not None:
+            self.init(self.args)
+
+    def before_log_probs(self, state: TrainState, store_prefix: str) -> None:
+        """Call the second hook. The model holds the weights whose log-probs (columns ``<store_prefix>log_probs``) or
+        values are computed next."""
+        if self.log_prob is not None:
+            self.log_prob(self.args, state.chunks, store_prefix)
+
+    def before_step(self, state: TrainState, rollout_id: int, step: int) -> None:
+        """Call the third hook. Gradients are zero, the step's first forward pass is next."""
+        if self.train_step is not None:
+            self.train_step(self.args, rollout_id, step, state.chunks, state.optimizer, state.scheduler)

@@ -28,9 +28,9 @@ from slime.backends.megatron_utils.patches.install import install
 from slime.backends.training.arguments import ParallelArgs, TrainerArgs
 from slime.backends.training.hf_files import save_hf_directory
 from slime.config.groups import from_args
+from slime.models.family import Rule, local_name
 from slime.models.hf_shape import read_shape
 from slime.models.shape import ModelShape
-from slime.models.tables import Rule, local_name
 from slime.utils.errors import ConfigError
 
 __all__ = [

@@ -23,6 +23,7 @@ from slime.backends.megatron_utils.patches.install import install
 from slime.backends.training.arguments import ParallelArgs, TrainerArgs
 from slime.backends.training.checkpoint_source import Source, inspect_checkpoint
 from slime.config.groups import defaults_of, from_args, groups_in, unsupported_flags, with_values
+from slime.config.help_text import UNKNOWN
 from slime.config.parse import EngineNamespace, parse
 from slime.models.config_json import load_model_config, text_part
 from slime.models.hf_shape import read_shape
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from slime.backends.megatron_utils.step import TrainState
     from slime.backends.protocols import NamedTensor
 
+_SLURM_PORT = "23456"
 _FLOATS = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 
@@ -58,7 +60,7 @@ def read_options(
         add_options: adds the tool's options, --hf-checkpoint (or another flag for it) among them.
 
     Raises:
-        ConfigError: flags that contradict --hf-checkpoint, or ask for what does not exist.
+        ConfigError: flags that are unknown, contradict --hf-checkpoint, or ask for what does not exist.
     """
 
     def prepare(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -70,6 +72,7 @@ def read_options(
         parser.usage = f"{own} [Megatron flag ...]"
         return parser
 
+    _adopt_slurm_step()
     groups = groups_in(arguments)
     args = parse(
         sys.argv[1:] if argv is None else argv,
@@ -89,7 +92,9 @@ def read_options(
     args = with_values(args, pipeline_model_parallel_size=_num_stages(args, config))
     for step in argument_rules.STEPS:
         step(args)
-    problems = [*unsupported_flags(args, groups)]
+    # A misspelled shape would be converted wrongly: here it is no warning as in a run.
+    problems = [f"{notice}." for notice in args.notices if notice.text.startswith(UNKNOWN)]
+    problems += unsupported_flags(args, groups)
     for rule in argument_rules.RULES:
         problems += rule(args)
     if problems:
@@ -98,6 +103,24 @@ def read_options(
         if notice.level == "warning":
             print(notice, file=sys.stderr)
     return args
+
+
+def _adopt_slurm_step() -> None:
+    """Make the tasks of ``srun`` the ranks, as those of torchrun.
+
+    Raises:
+        ConfigError: ``MASTER_ADDR`` does not name the node of the first task.
+    """
+    given = os.environ
+    if "WORLD_SIZE" in given or "SLURM_STEP_ID" not in given or int(given.get("SLURM_NTASKS", "1")) == 1:
+        return
+    if "MASTER_ADDR" not in given:
+        raise ConfigError(
+            f"srun started {given['SLURM_NTASKS']} tasks (SLURM_NTASKS), and each would convert alone: set MASTER_ADDR "
+            "to the node of the first task, or use torchrun."
+        )
+    given.update(RANK=given["SLURM_PROCID"], WORLD_SIZE=given["SLURM_NTASKS"], LOCAL_RANK=given["SLURM_LOCALID"])
+    given.setdefault("MASTER_PORT", _SLURM_PORT)
 
 
 def _num_stages(args: argparse.Namespace, config: dict[str, Any]) -> int:

@@ -35,11 +35,13 @@ def has_te_attention(args: Namespace, *, is_latent: bool) -> bool:
     """Whether attention is Transformer Engine's. Otherwise it is that of ``training.attention``.
 
     That one is exact in fp32, has the same bits in two runs, and exchanges the latents of context-parallel ranks, which
-    are narrower than the keys that a ring exchanges.
+    are narrower than the keys that a ring exchanges. It also reads keys of other samples (``--share-prefixes``).
     """
     is_gathered = is_latent and args.context_parallel_size > 1
     is_named = args.attention_backend in ("local", "fa3", "fa4")
-    return uses_transformer_engine(args) and not (is_gathered or is_named or args.deterministic_mode or args.fp32)
+    is_ours = is_gathered or is_named or args.deterministic_mode or args.fp32
+    shares_prefixes = bool(vars(args).get("share_prefixes"))  # programs for one checkpoint have no such flag
+    return uses_transformer_engine(args) and not is_ours and not shares_prefixes
 
 
 def fp8(args: Namespace) -> Iterator[str]:

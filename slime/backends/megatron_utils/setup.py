@@ -20,7 +20,7 @@ from megatron.core import parallel_state as mpu
 from megatron.core import tensor_parallel
 
 from slime.algorithms.arguments import ModelCopyArgs
-from slime.backends.megatron_utils.arguments.model import ModelArgs, MuonArgs, PredictionArgs
+from slime.backends.megatron_utils.arguments import ModelArgs, MuonArgs, PredictionArgs
 from slime.backends.megatron_utils.model.build import (
     build_chunks,
     freeze_parameters,
@@ -29,14 +29,11 @@ from slime.backends.megatron_utils.model.build import (
 )
 from slime.backends.megatron_utils.model.gpt import add_value_head
 from slime.backends.megatron_utils.model.lora import ADAPTERS, add_adapters
+from slime.backends.megatron_utils.model.sparse_attention import fake_quantize_latents
 from slime.backends.megatron_utils.model_rules import padded_vocab_size, user_spec
 from slime.backends.megatron_utils.optimizer.build import build_optimizer, build_scheduler
 from slime.backends.megatron_utils.precision.deepgemm import install_deepgemm
-from slime.backends.megatron_utils.precision.quantization import (
-    fake_quantize_experts,
-    fake_quantize_latents,
-    token_multiple,
-)
+from slime.backends.megatron_utils.precision.quantization import fake_quantize_experts, token_multiple
 from slime.backends.megatron_utils.step import TrainState
 from slime.backends.megatron_utils.transformer_config import build_config
 from slime.backends.training.adapter_files import shared_description

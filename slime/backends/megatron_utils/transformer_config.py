@@ -81,7 +81,7 @@ def build_config(args: Namespace, shape: ModelShape | None = None) -> Transforme
         pipeline_dtype=dtype,
         autocast_dtype=dtype,
         use_cpu_initialization=is_cpu,
-        bias_activation_fusion=args.bias_swiglu_fusion and (fuses or is_cpu),  # a CPU has model.swiglu
+        bias_activation_fusion=args.bias_swiglu_fusion and (fuses or is_cpu),  # a CPU has patches.install.swiglu
         bias_dropout_fusion=args.bias_dropout_fusion and fuses,
         attention_backend=AttnBackend[args.attention_backend] if has_te else AttnBackend.auto,
     )

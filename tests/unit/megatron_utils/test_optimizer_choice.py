@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from slime.backends.fsdp_utils.optimizer import build_optimizer
+from slime.backends.fsdp_utils.step import build_optimizer
 from slime.backends.megatron_utils.actor import MegatronTrainer
 from slime.backends.training.arguments import OptimizerArgs
 from slime.backends.training.optimizer import fuse_adamw, keep_fused

@@ -19,7 +19,7 @@ from slime.backends.megatron_utils.checkpoint.tensors import ModelTensors
 from slime.backends.megatron_utils.conversion import convert_to_hf
 from slime.backends.megatron_utils.model.build import global_names
 from slime.doctor import gpu_training
-from slime.models.tables import local_name
+from slime.models.family import local_name
 from tests.unit.megatron_utils import fake_transformer_engine as fake
 from tests.unit.megatron_utils.fake_transformer_engine import fake_transformer_engine
 from tests.unit.megatron_utils.family_models import build_family_model, shape_of

@@ -15,8 +15,7 @@ from slime.backends.megatron_utils.checkpoint.tensors import (
     shard,
     to_megatron,
 )
-from slime.models.family import families
-from slime.models.tables import Rule
+from slime.models.family import Rule, families
 
 _SIZE = Dimensions(
     num_query_groups=4, head_dim=3, vocab_size=10, num_key_heads=4, num_value_heads=8, key_dim=3, value_dim=2

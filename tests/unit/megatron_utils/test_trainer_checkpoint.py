@@ -107,6 +107,18 @@ def test_a_checkpoint_has_megatrons_layout_and_a_tracker(hf_path: Path, tmp_path
     assert {".metadata", "common.pt", "metadata.json"} <= {e.name for e in (tmp_path / "iter_0000012").iterdir()}
 
 
+@pytest.mark.parametrize(("keeps", "rate"), [(False, 5e-4), (True, 1e-3)])
+def test_a_resumed_run_has_the_learning_rate_of_its_command_line(
+    keeps: bool, rate: float, hf_path: Path, tmp_path: Path
+) -> None:
+    settings = {"lr_decay_style": "constant", "lr_warmup_iters": 0, "min_lr": 0.0}
+    trainer, _ = _trainer(hf_path, save=str(tmp_path), lr=1e-3, **settings)
+    trainer.train(0, make_batch())
+    trainer.save(0)
+    resumed, _ = _trainer(hf_path, load=str(tmp_path), lr=5e-4, use_checkpoint_opt_param_scheduler=keeps, **settings)
+    assert resumed.train(1, make_batch()).steps[0]["lr-pg_0"] == pytest.approx(rate)
+
+
 def test_finetune_no_load_optim_and_ckpt_step_choose_what_is_taken(hf_path: Path, tmp_path: Path) -> None:
     trainer, _ = _trainer(hf_path, save=str(tmp_path))
     trainer.train(0, make_batch())

@@ -22,9 +22,9 @@ from slime.backends.megatron_utils.checkpoint.tensors import (
 )
 from slime.backends.megatron_utils.model.lora import Adapter
 from slime.backends.training.hf_files import TensorReader, raise_everywhere
+from slime.models.family import Rule
 from slime.models.lora import FILE_PREFIX, LoraConfig, rows_of
 from slime.models.shape import ModelShape
-from slime.models.tables import Rule
 from slime.utils.errors import ConfigError
 
 _LAYER = re.compile(r"(?<=^decoder\.layers\.)\d+")

@@ -24,7 +24,7 @@ from megatron.core import parallel_state as mpu
 from slime.backends.megatron_utils.checkpoint.tensors import LocalTensor, Owned, Place, stored
 from slime.backends.megatron_utils.precision.quantization import readable
 from slime.backends.protocols import Recipients
-from slime.models.tables import Rule
+from slime.models.family import Rule
 
 _ALIGNMENT = 16  # bytes: a tensor of any dtype may begin there
 

@@ -95,6 +95,10 @@ def load_training_state(state: TrainState, shape: ModelShape, source: Source, co
     _fill_model(state.model, loaded, strict=state.adapter is None)
     if content.has_optimizer:
         _fill_optimizer(state.optimizer, loaded["optimizer"], source)
+        if not state.scheduler.use_checkpoint_opt_param_scheduler:
+            # Megatron has both rates in the groups of the optimizer too. There they would beat the command line.
+            for group in state.optimizer.param_groups:
+                group["max_lr"], group["min_lr"] = state.scheduler.max_lr, state.scheduler.min_lr
         state.scheduler.load_state_dict(loaded["opt_param_scheduler"])
     else:
         # Else the first step would overwrite the loaded weights by old main weights.

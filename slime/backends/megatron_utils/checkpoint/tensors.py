@@ -23,8 +23,7 @@ from megatron.core import parallel_state as mpu
 
 from slime.backends.megatron_utils.model.experts import experts_of
 from slime.backends.megatron_utils.model.gpt import VALUE_HEAD_PARAMETERS, ValueHead, unwrap
-from slime.models.family import Family
-from slime.models.tables import Rule, Section, local_name
+from slime.models.family import Family, Rule, Section, local_name
 from slime.utils.errors import ConfigError
 
 _DECODER_LAYER = re.compile(r"(?<=^decoder\.layers\.)\d+")

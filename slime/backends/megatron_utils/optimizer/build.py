@@ -10,7 +10,7 @@ from megatron.core import optimizer as optimizer_module
 from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, distrib_optimizer, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from slime.backends.megatron_utils.arguments.model import MuonArgs
+from slime.backends.megatron_utils.arguments import MuonArgs
 from slime.backends.megatron_utils.optimizer.host_adam import HostUpdate, keep_states_on_host, update_threads
 from slime.backends.megatron_utils.optimizer.muon import build_muon
 from slime.backends.protocols import weights_dtype

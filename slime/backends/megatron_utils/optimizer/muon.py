@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.optimizer import OptimizerConfig, muon
 
-from slime.backends.megatron_utils.arguments.model import MuonArgs
+from slime.backends.megatron_utils.arguments import MuonArgs
 from slime.backends.training.hf_files import raise_everywhere
 
 _A, _B, _C = 3.4445, -4.7750, 2.0315

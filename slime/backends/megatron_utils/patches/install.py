@@ -13,6 +13,7 @@ import weakref
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from slime.backends.megatron_utils.patches import cpu_import
 from slime.utils import accelerator
@@ -242,7 +243,7 @@ def repair_padding_in_expert_bias() -> None:
     """A router with an expert bias fails on a padding mask (RuntimeError of shapes), or counts the wrong experts.
 
     Why: ``_apply_expert_bias`` combines the choices ``[tokens, experts]`` with a mask ``[tokens]`` that lacks a
-    dimension.
+    dimension. A product, because the complement of ``RowCounts`` is a number.
     Upstream: core_v0.16.1. Delete when the mask is unsqueezed there.
     """
     from megatron.core.transformer.moe.router import TopKRouter
@@ -250,7 +251,7 @@ def repair_padding_in_expert_bias() -> None:
     stock = TopKRouter._apply_expert_bias
 
     def apply(self: Any, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
-        stock(self, routing_map if padding_mask is None else routing_map & ~padding_mask.unsqueeze(-1))
+        stock(self, routing_map if padding_mask is None else routing_map * ~padding_mask.unsqueeze(-1))
 
     TopKRouter._apply_expert_bias = apply
 
@@ -286,8 +287,6 @@ def repair_swiglu_on_cpu() -> None:
     Upstream: core_v0.16.1. Delete when a CPU has one loop.
     """
     from megatron.core.fusions import fused_bias_swiglu
-
-    from slime.backends.megatron_utils.model.swiglu import swiglu
 
     class Plain:
         @staticmethod
@@ -353,3 +352,31 @@ def repair_overlapped_sends_on_cpu() -> None:
         return stock(tensor_send_prev=held[0], tensor_send_next=held[1], **others)
 
     p2p_communication._p2p_ops = exchange
+
+
+def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+    """``silu(gate) * up``: ``[.., 2 w]``, gate before up -> ``[.., w]``."""
+    out: torch.Tensor = _SwiGLU.apply(gate_up)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _SwiGLU(torch.autograd.Function):
+    """Bit for bit the gradient of the operators, which would join two halves that are computed apart."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        opened = F.silu(gate)
+        ctx.save_for_backward(gate_up, opened)
+        return opened * up
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        gate_up, opened = ctx.saved_tensors
+        gate, up = gate_up.chunk(2, dim=-1)
+        both = torch.empty_like(gate_up)
+        to_gate, to_up = both.chunk(2, dim=-1)
+        torch.mul(gradients[0], opened, out=to_up)
+        torch.mul(gradients[0], up, out=to_gate)
+        torch.ops.aten.silu_backward.grad_input(to_gate, gate, grad_input=to_gate)
+        return both

@@ -27,7 +27,6 @@ from megatron.core import parallel_state as mpu
 
 from slime.backends.megatron_utils.checkpoint.tensors import ModelTensors, chunks_of
 from slime.backends.megatron_utils.model.experts import ExpertLinear, multiply
-from slime.backends.megatron_utils.model.sparse_attention import SparseSelfAttention
 from slime.models.shape import ModelShape
 from slime.utils.errors import ConfigError
 from slime.weight_sync.quantize import find_quantizer, int4_scale, quantize_fp8, round_int4
@@ -50,19 +49,6 @@ def fake_fp8(latents: torch.Tensor, block_size: int) -> torch.Tensor:
     """``[..., C]`` rounded as in an FP8 cache. The last block may be smaller. Same shape and dtype."""
     rounded: torch.Tensor = _Rounding.apply(latents, block_size)  # type: ignore[no-untyped-call]
     return rounded
-
-
-def fake_quantize_latents(chunks: Any, block_size: int) -> int:
-    """Round the latents of every layer of sparse attention. Returns the number of such layers on this rank."""
-
-    def round_output(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
-        return fake_fp8(output, block_size)
-
-    modules = [module for chunk in chunks_of(chunks) for module in chunk.modules()]
-    layers = [module for module in modules if isinstance(module, SparseSelfAttention)]
-    for layer in layers:
-        layer.kv_layernorm.register_forward_hook(round_output)  # its output is the cached latent
-    return len(layers)
 
 
 def fake_int4(weight: torch.Tensor, group_size: int) -> torch.Tensor:
