@@ -10,7 +10,6 @@ from __future__ import annotations
 import difflib
 import json
 import os
-import subprocess
 import sys
 import textwrap
 from argparse import Namespace
@@ -88,13 +87,25 @@ COMMANDS = (
     Command("Before a run", "doctor env", "slime.doctor.environment_command:env", "test an environment and its grader"),
     Command("Before a run", "doctor --gpu", "slime.doctor.gpu_check:gpu_check", "measure this GPU before a long job"),
     Command(
+        "Before a run",
+        "doctor engine",
+        "slime.doctor.engine_command:engine",
+        "compare an engine, such as that of the next SGLang, with transformers",
+    ),
+    Command(
         "During and after a run", "board", "slime.board.command:board", "show curves, times and samples in a browser"
     ),
     Command(
         "During and after a run",
         "replay",
         "slime.replay.run:replay",
-        "generate, score and train on one recorded sample again",
+        "generate, score and train again: on one recorded sample, or the whole run",
+    ),
+    Command(
+        "During and after a run",
+        "branch",
+        "slime.replay.history:branch",
+        "continue a recorded run with other flags, and name the first difference",
     ),
     Command(
         "During and after a run",
@@ -203,6 +214,21 @@ def _sentence(text: str) -> str:
     return f"{text[0].upper()}{text[1:]}."
 
 
+def _unique_in_dump(template: str | None) -> float | None:
+    """Share of the tokens of a dump that pass the trainer with --share-prefixes. Imports torch if there is a dump."""
+    if template is None:
+        return None
+    from slime.batch.prefixes import PrefixTree
+    from slime.data.dump_file import load_debug_rollout_data
+    from slime.utils.errors import SlimeError
+
+    try:
+        samples = load_debug_rollout_data(template, rollout_id=0)
+    except SlimeError:  # the checks of the command report it
+        return None
+    return PrefixTree([sample.tokens for sample in samples]).unique_share
+
+
 def plan(words: Sequence[str]) -> int:
     """``slime plan``, and ``train.py --plan``.
 
@@ -210,6 +236,7 @@ def plan(words: Sequence[str]) -> int:
         0 if the command would start, else 2. The plan is printed in both cases.
     """
     from slime.config.plan.build import build
+    from slime.config.plan.devices import colocation_problems
 
     words, as_json = _take_switch(words, "--json")
     words, _ = _take_switch(words, "--plan")
@@ -232,8 +259,10 @@ def plan(words: Sequence[str]) -> int:
         host_bytes=host_bytes,
         is_cpu=is_cpu,
         ignored=resolved.ignored,
-        problems=resolved.problems,
+        # A rule of this machine knows its devices.
+        problems=[*resolved.problems, *colocation_problems(args, device_bytes if memory_gib else 0)],
         missing=resolved.missing,
+        unique_in_dump=_unique_in_dump(args.load_debug_rollout_data),
     )
     if as_json:
         print(json.dumps(result.as_dict(), indent=2, ensure_ascii=False, default=str))
@@ -253,24 +282,15 @@ def _judged_for(args: Namespace, device_gib: float | None, host_gib: float | Non
     import psutil
 
     from slime.config.plan.build import HOST_GIB
+    from slime.config.plan.devices import gpu_bytes
     from slime.utils import accelerator
 
     is_elsewhere = device_gib is not None or bool(os.environ.get("RAY_ADDRESS"))
     is_elsewhere = is_elsewhere or args.actor_num_nodes > 1 or "num_layers" in args.given
     if accelerator.current().is_cpu and not is_elsewhere:
         return True, 0, round(host_gib * 2**30) if host_gib else psutil.virtual_memory().total
-    device_gib = device_gib or _gpu_gib() or DEVICE_MEMORY_GIB
+    device_gib = device_gib or gpu_bytes() / 2**30 or DEVICE_MEMORY_GIB
     return False, round(device_gib * 2**30), round((host_gib or HOST_GIB) * 2**30)
-
-
-def _gpu_gib() -> float | None:
-    """Memory of this machine's first NVIDIA GPU in GiB. None if the driver's program does not answer."""
-    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
-        return float(done.stdout.split()[0]) / 1024
-    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
-        return None
 
 
 def _doctor(words: Sequence[str]) -> int:

@@ -11,22 +11,129 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import logging
 import os
 import shlex
 import sys
 from argparse import Namespace
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from slime.data.columns import TrainData, column
 from slime.data.sample import Sample, iter_samples
+from slime.data.sampling_mask import SAMPLING_MASK
 from slime.observability.run_info import RunInfo, read_run_info
 from slime.observability.sample_record import read_rows, record_file, sample_of_row
+from slime.replay.history import replay_all, without
 from slime.utils.errors import ConfigError, DataError, SlimeError
 from slime.utils.net import single_rank_environment
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """Response tokens ``[start, end)`` that one request wrote, counted from the start of the sample."""
+
+    start: int
+    end: int
+
+
+class Recording:
+    """The turns of one sample, which answer the requests of a replay in place of an engine.
+
+    A request whose ids are the beginning of the recorded sample gets the tokens that follow there, up to the next
+    tokens that the model did not write. Requests of text are answered in the order of the recording. Any other request
+    is refused with the position of its first difference: the code has changed, or a tool returned something else.
+
+    Args:
+        tokenizer: decodes the texts of the replies.
+    """
+
+    def __init__(self, sample: Sample, tokenizer: Any) -> None:
+        self._sample = sample
+        self._tokenizer = tokenizer
+        self._turns = list(_turns(sample))
+        self.num_answered = 0
+
+    @property
+    def num_turns(self) -> int:
+        return len(self._turns)
+
+    def _refused(self, reason: str) -> ValueError:
+        return ValueError(f"slime replay: request {self.num_answered + 1} {reason}")
+
+    def answer(self, payload: dict[str, Any]) -> dict[str, Any]:
+        """The reply to a request.
+
+        Raises:
+            ValueError: the request is not in the recording.
+        """
+        ids = payload.get("input_ids")
+        turn = self._next_in_order() if ids is None else self._after(ids)
+        self.num_answered += 1
+        return self._reply(turn, len(ids) if ids is not None else turn.start)
+
+    def _next_in_order(self) -> _Turn:
+        if self.num_answered >= len(self._turns):
+            raise self._refused(f"has no reply: the recording has {len(self._turns)} turns")
+        return self._turns[self.num_answered]
+
+    def _after(self, ids: Sequence[int]) -> _Turn:
+        recorded = self._sample.tokens
+        # a request may be longer than the recording: the missing tokens are None
+        pairs = enumerate(itertools.zip_longest(ids, recorded[: len(ids)]))
+        apart = next((place for place, (asked, known) in pairs if asked != known), None)
+        if apart is not None:
+            known = recorded[apart] if apart < len(recorded) else "the end"
+            raise self._refused(
+                f"departs from the recording at token {apart}: it has {ids[apart]}, recorded is {known}. "
+                "The prompt, the template, a tool or the code has changed."
+            )
+        # a request may begin within a turn: a weight update aborts requests, and the rollout sends the rest again
+        turn = next((turn for turn in self._turns if turn.start <= len(ids) < turn.end), None)
+        if turn is None:
+            raise self._refused(f"has no reply: after token {len(ids)} the model wrote nothing")
+        return _Turn(len(ids), turn.end)
+
+    def _reply(self, turn: _Turn, num_prompt: int) -> dict[str, Any]:
+        sample = self._sample
+        ids = sample.tokens[turn.start : turn.end]
+        begin = len(sample.tokens) - sample.response_length
+        # a reply needs a number per token, also if the run recorded none
+        log_probs = (sample.rollout_log_probs or [0.0] * sample.response_length)[turn.start - begin : turn.end - begin]
+        # only the last turn can have reached the limit of tokens
+        was_cut = turn.end == len(sample.tokens) and sample.status is Sample.Status.TRUNCATED
+        versions = sample.weight_versions
+        meta: dict[str, Any] = {
+            "id": f"replay-{self.num_answered}",
+            "finish_reason": {"type": "length" if was_cut else "stop"},
+            "prompt_tokens": num_prompt,
+            "completion_tokens": len(ids),
+            "cached_tokens": 0,
+            "output_token_logprobs": [[p, token, None] for p, token in zip(log_probs, ids, strict=True)],
+        }
+        if sample.rollout_top_p_token_offsets is not None:
+            sets, offsets = list(sample.rollout_top_p_token_ids), list(sample.rollout_top_p_token_offsets)
+            borders = itertools.pairwise(offsets[turn.start - begin : turn.end - begin + 1])
+            meta[SAMPLING_MASK] = [[int(token) for token in sets[a:b]] for a, b in borders]
+        if versions:
+            # there may be fewer versions than turns: later turns get the last one
+            meta["weight_version"] = versions[min(self.num_answered, len(versions)) - 1]
+        return {"text": self._tokenizer.decode(ids, skip_special_tokens=False), "output_ids": ids, "meta_info": meta}
+
+
+def _turns(sample: Sample) -> Iterator[_Turn]:
+    """Yield the stretches of trained tokens. The tokens between them come from tools or environments."""
+    place = len(sample.tokens) - sample.response_length
+    mask = sample.loss_mask if sample.loss_mask is not None else [1] * sample.response_length
+    for is_own, stretch in itertools.groupby(mask):
+        length = len(list(stretch))
+        if is_own:
+            yield _Turn(place, place + length)
+        place += length
+
 
 _SHOWN = ("loss", "pg_loss", "kl_loss", "entropy_loss", "ppo_kl", "train_rollout_logprob_abs_diff", "grad_norm")
 _ONE_PROCESS = shlex.split(
@@ -89,7 +196,8 @@ def replay(words: Sequence[str]) -> int:
     """The command ``slime replay``.
 
     Returns:
-        0 if the tokens and the reward equal the recorded ones, 1 if they differ, 2 if the replay is impossible.
+        0 if the tokens and the reward (with --all the weights) equal the recorded ones, 1 if they differ, 2 if the
+        replay is impossible.
     """
     parser = argparse.ArgumentParser(
         prog="slime replay",
@@ -97,11 +205,15 @@ def replay(words: Sequence[str]) -> int:
         "replies, your reward, and the loss. breakpoint() works in all of them.",
     )
     parser.add_argument("run", type=Path, help="folder of the run: <output-dir>/<experiment>")
-    parser.add_argument("--rollout", type=int, required=True, metavar="R")
-    parser.add_argument("--sample", type=int, required=True, metavar="S", help="its place in the rollout, from 0")
+    parser.add_argument("--rollout", type=int, metavar="R")
+    parser.add_argument("--sample", type=int, metavar="S", help="its place in the rollout, from 0")
     parser.add_argument("--no-train", action="store_true", help="generate and score only: needs no model")
     parser.add_argument("--hf-checkpoint", metavar="DIR", help="weights for the loss; default: the run's own")
+    parser.add_argument("--all", action="store_true", help="the whole run again, by its schedule (deterministic runs)")
+    parser.add_argument("--name", metavar="NAME", help="with --all: the folder beside RUN; default: RUN-replay")
     options = parser.parse_args(list(words))
+    if not options.all and None in (options.rollout, options.sample):
+        parser.error("--rollout R --sample S, or --all")
     if os.environ.get("PYTHONBREAKPOINT", "").startswith("ray."):
         del os.environ["PYTHONBREAKPOINT"]  # set by a process of Ray, whose debugger waits for a remote client
     try:
@@ -114,6 +226,8 @@ def replay(words: Sequence[str]) -> int:
 def _replay(options: Namespace) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")  # tracebacks of the user's functions
     folder = options.run.resolve()
+    if options.all:
+        return replay_all(folder, options.name or f"{folder.name}-replay")
     info = read_run_info(folder)
     recorded = load_recorded(folder, options.rollout, options.sample)
     args, weights = replay_args(info, recorded.version, options.hf_checkpoint)
@@ -190,21 +304,11 @@ def replay_args(info: RunInfo, version: int | None, hf_checkpoint: str | None = 
         os.chdir(info.cwd)  # relative paths of the command line start there
     weights, words = _weights(info, version, hf_checkpoint)
     # appended, because argparse takes the last value of a flag
-    argv = [*_without(info.argv, _OF_MANY_PROCESSES), *_ONE_PROCESS, *words]
+    argv = [*without(info.argv, _OF_MANY_PROCESSES), *_ONE_PROCESS, *words]
     args, problems = parse_only(argv, is_async=False)
     if args is None or problems:
         raise ConfigError(problems)
     return args, weights
-
-
-def _without(argv: Sequence[str], flags: Collection[str]) -> Iterator[str]:
-    """The words of a command line without ``flags`` and their values."""
-    is_dropped = False
-    for word in argv:
-        if word.startswith("--"):
-            is_dropped = word.partition("=")[0] in flags
-        if not is_dropped:
-            yield word
 
 
 def _weights(info: RunInfo, version: int | None, hf_checkpoint: str | None) -> tuple[str, list[str]]:
@@ -231,7 +335,7 @@ def generate(args: Namespace, recorded: Recorded) -> Replayed:
     """
     from slime.config.groups import with_values
     from slime.data.chat import load_tokenizer
-    from slime.replay.recorded_engine import Recording
+    from slime.replay.run import Recording
     from slime.rollout import sglang_rollout
     from slime.rollout.failures import is_given_up, without_response
     from slime.testing.fakes import serving

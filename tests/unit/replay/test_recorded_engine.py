@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from slime.data.sample import Sample
-from slime.replay.recorded_engine import Recording
+from slime.replay.run import Recording
 from slime.testing.fakes import serving
 
 
