@@ -1,12 +1,13 @@
 """The prompt ledger, an append-only file with the fate of every prompt, and its audit.
 
     begin      {"rollout": R, "groups": ...}   the run starts, or starts again, at rollout R. Groups given back to it.
-                                               "changed" if the data are not those of the run before
+                                               "changed" if the data are not those of the run before. "trains": T
+                                               if the batches of rollouts T to R - 1 are kept, and trained on again
     drawn      {"groups": "0-15"}              handed out to a rollout function
     returned   {"groups": "3 9-11"}            given back, unfinished: they will be drawn again
     used       {"rollout": R, "groups": ...}   part of rollout R's batch
     dropped    {"rollout": R, "groups": ...}   filtered, aborted or given up during rollout R: they do not come back
-    saved      {"rollout": R, "groups": ...}   the state that belongs to R's checkpoint was written. Groups under way
+    saved      {"rollout": R, "groups": ...}   the state after R was written. Groups under way
     trained    {"rollout": R}                  the trainer took its steps on rollout R
 
 Groups are the numbers that the data source counts. A start at rollout R goes back to the state saved for R - 1: later
@@ -23,10 +24,10 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, TypedDict, get_args
+from typing import Any, Literal, TypedDict, get_args
 
 LEDGER = "ledger.jsonl"
 
@@ -43,6 +44,7 @@ class Entry(TypedDict, total=False):
     rollout: int
     groups: str
     changed: str
+    trains: int
 
 
 def ledger_path(save: str | None, run: Path) -> Path:
@@ -50,14 +52,36 @@ def ledger_path(save: str | None, run: Path) -> Path:
     return Path(save) / "rollout" / LEDGER if save is not None else run / LEDGER
 
 
-class Ledger:
-    """The writing end. Opens ``path`` for appending, and cuts off a torn last line."""
+class LineFile:
+    """A file of JSON lines that is opened for appending. A torn last line is cut off."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
         _cut_torn_line(path)
         self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+
+    def append(self, entry: Mapping[str, Any], *, sync: bool = False) -> None:
+        """Append one line. A killed process does not lose it after the return, with ``sync`` nor does a power failure.
+
+        Raises:
+            OSError: the line could not be written, as on a full disk. No part of it is left.
+        """
+        line = (json.dumps(entry) + "\n").encode()
+        # One call for the whole line: a killed process leaves at most one torn line, which the next start cuts off.
+        written = os.write(self._descriptor, line)
+        if written < len(line):  # a full disk takes a part, and the next line would be appended to it
+            os.ftruncate(self._descriptor, os.fstat(self._descriptor).st_size - written)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
+        if sync:
+            os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+class Ledger(LineFile):
+    """The writing end of the ledger."""
 
     def write(
         self,
@@ -66,32 +90,22 @@ class Ledger:
         rollout: int | None = None,
         groups: Iterable[object] | None = None,
         changed: str | None = None,
+        trains: int | None = None,
     ) -> None:
-        """Append one line, except for events without a group. A killed process does not lose it after the return.
-
-        Raises:
-            OSError: the line could not be written, as on a full disk. No part of it is left.
-        """
+        """Append one line, except for events without a group. Raises as :meth:`append`."""
         entry: Entry = {"event": event, "at": round(time.time(), 3)}
         if rollout is not None:
             entry["rollout"] = rollout
         if changed is not None:
             entry["changed"] = changed
+        if trains is not None:
+            entry["trains"] = trains
         if groups is not None:
             entry["groups"] = format_numbers(groups)
             if not entry["groups"] and event in ("drawn", "returned", "dropped"):
                 return
-        line = (json.dumps(entry) + "\n").encode()
-        # One call for the whole line: a killed process leaves at most one torn line, which the next start cuts off.
-        written = os.write(self._descriptor, line)
-        if written < len(line):  # a full disk takes a part, and the next line would be appended to it
-            os.ftruncate(self._descriptor, os.fstat(self._descriptor).st_size - written)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
-        if event == "saved":
-            os.fsync(self._descriptor)  # a checkpoint may count on it, also after the machine lost its power
-
-    def close(self) -> None:
-        os.close(self._descriptor)
+        # A checkpoint may count on these, also after the machine lost its power.
+        self.append(entry, sync=event in ("saved", "trained"))
 
 
 def _cut_torn_line(path: Path) -> None:
@@ -182,16 +196,20 @@ def audit(entries: Sequence[Entry]) -> Audit:
 
 
 def _without_replayed(entries: Sequence[Entry]) -> tuple[list[Entry], int]:
-    """The entries of the current weights: a start at rollout R undoes all after the state saved for R - 1."""
+    """The entries of the current weights: a start at rollout R undoes all after the state saved for R - 1.
+
+    It also undoes the training on rollouts that its weights do not know.
+    """
     kept: list[Entry] = []
     for entry in entries:
         if entry["event"] == "begin":
             last = entry["rollout"] - 1
             saved = [i for i, e in enumerate(kept) if e["event"] == "saved" and e["rollout"] == last]
             cut = saved[-1] + 1 if saved else 0  # no such state: another history, or none
+            first = entry.get("trains", entry["rollout"])
             # The ``trained`` line of a rollout may come after its ``saved`` line.
-            trained = [e for e in kept[cut:] if saved and e["event"] == "trained" and e["rollout"] <= last]
-            kept = [*kept[:cut], *trained]
+            trained = [e for e in kept[cut:] if saved and e["event"] == "trained"]
+            kept = [e for e in [*kept[:cut], *trained] if e["event"] != "trained" or e["rollout"] < first]
         kept.append(entry)
     return kept, len(entries) - len(kept)
 

@@ -71,6 +71,22 @@ def test_a_run_that_goes_back_to_its_checkpoint_replays_what_came_after(ledger, 
     assert found.num_replayed == 5
 
 
+def test_a_run_that_trains_on_kept_batches_again_replays_the_training_but_not_the_batches(ledger, tmp_path):
+    ledger.write("begin", rollout=0)
+    for number in range(3):
+        rollout(ledger, number, saves=True)  # the checkpoint is that of rollout 0
+    ledger.write("drawn", groups=[6])  # killed here
+    ledger.write("begin", rollout=3, groups=[], trains=1)
+    assert not result(tmp_path).lost
+    ledger.write("trained", rollout=1)
+    ledger.write("trained", rollout=2)
+    rollout(ledger, 3)
+    found = result(tmp_path)
+    assert found.is_clean
+    assert found.counts == {"trained": 8}
+    assert (found.num_rollouts, found.num_replayed) == (4, 3)
+
+
 def test_a_rollout_made_ahead_does_not_undo_the_training_of_the_one_before(ledger, tmp_path):
     ledger.write("begin", rollout=0)
     rollout(ledger, 0, saves=True, trains=False)
