@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -33,12 +33,52 @@ logger = logging.getLogger(__name__)
 evaluates: ContextVar[bool] = ContextVar("evaluates", default=False)
 """Whether the running task generates for an evaluation. The tasks that it starts inherit the value."""
 
+_MAX_FRUITLESS = 8
+"""Aborts in a row without a new token, of a request that the rollout wants to go on."""
+
+_FRUITLESS_PAUSE_S = 0.1
+
 FINISHED = (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
 
 
 def is_ending(state: Any) -> bool:
     """Whether the rollout of the running task is over. A rollout does not end an evaluation."""
     return bool(state.aborted) and not evaluates.get()
+
+
+def expects_aborts(state: Any) -> bool:
+    """Whether the rollout takes samples back that an engine aborted: it ends, or a fully-async worker requeues them."""
+    return is_ending(state) or (state.requeues_aborted and not evaluates.get())
+
+
+async def until_finished(
+    generate: Callable[..., Awaitable[Sample]],
+    function: Callable[..., Any] | None,
+    args: Any,
+    state: Any,
+    sample: Sample,
+    sampling_params: dict[str, Any],
+) -> Sample | list[Sample]:
+    """Generate one sample. An engine that leaves aborts its requests: another one continues with the tokens so far.
+
+    Args:
+        generate: called without ``function``, which is the user's. After an abort only a function with the attribute
+            ``continues_aborted`` is called again with its tokens.
+    """
+    num_fruitless = 0
+    while True:
+        length, params = sample.response_length, dict(sampling_params)
+        if function is None:
+            result: Sample | list[Sample] = await generate(args, sample, params)
+        else:
+            result = await call_generate(function, args, sample, params, evaluates.get())
+        continues = result is sample and (function is None or hasattr(function, "continues_aborted"))
+        if not continues or sample.status is not Sample.Status.ABORTED or expects_aborts(state):
+            return result
+        num_fruitless = 0 if sample.response_length > length else num_fruitless + 1
+        if num_fruitless > _MAX_FRUITLESS:
+            return result
+        await asyncio.sleep(_FRUITLESS_PAUSE_S * num_fruitless)  # the engine may still be listed
 
 
 def takes_group(function: Callable[..., Any]) -> bool:
@@ -131,7 +171,7 @@ async def generate_whole_group(
             with attempt:
                 # Copies: a function may change its arguments, and the next attempt needs the originals.
                 result = await call_group_generate(function, args, list(unfinished), dict(sampling_params), evaluation)
-                complete_results(args, state, result, unfinished, sampling_params, evaluation)
+                complete_results(args, state, result, unfinished, sampling_params)
                 # Only now: complete_results raises for an aborted request, and the next attempt discards its result.
                 made = result
     if made is not None:
@@ -159,19 +199,19 @@ def complete_results(
     results: Sequence[Any],
     sources: Sequence[Sample],
     sampling_params: dict[str, Any],
-    evaluation: bool,
 ) -> None:
     """Complete the result of each source in place, and cut the text of its stop token.
 
     Raises:
-        RuntimeError: the engine aborted a request although the rollout continues. The sample is generated again.
+        RuntimeError: the engine aborted a request although the rollout continues. The sample is generated again, unless
+            the function itself ended it: without a part in the loss, and with a reward.
     """
     for result, source in zip(results, sources, strict=True):
         complete(result, source, state.tokenizer)
         cut_stop_token(args, result, sampling_params, state.tokenizer)
-    # A fully-async worker returns aborted samples to the data source instead.
-    is_expected = is_ending(state) or (state.requeues_aborted and not evaluation)
-    if not is_expected and any(s.status is Sample.Status.ABORTED for s in iter_samples(list(results))):
+    aborted = [sample for sample in iter_samples(list(results)) if sample.status is Sample.Status.ABORTED]
+    is_open = any(not sample.remove_sample or sample.reward is None for sample in aborted)
+    if is_open and not expects_aborts(state):
         raise RuntimeError("the engine aborted the request although the rollout goes on")
 
 

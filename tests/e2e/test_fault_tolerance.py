@@ -6,17 +6,30 @@ The asynchronous loop is here. The synchronous one, with several models, is in `
 from __future__ import annotations
 
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
+from slime.doctor.ledger import examine_ledger
 from tests.e2e.running import PLUGINS, Finished, metrics, values
-from tests.e2e.watching import Running, is_generating, read, running, scheduler_of, server_of
+from tests.e2e.watching import (
+    Running,
+    is_generating,
+    read,
+    read_engines_url,
+    running,
+    scheduler_of,
+    server_of,
+    serving,
+)
 
 pytestmark = pytest.mark.alone
 
 ROLLOUTS = 8
+ELASTIC_ROLLOUTS = 5
 
 
 def flags_for(
@@ -61,11 +74,50 @@ def seconds_to_recovery(output: str) -> list[float]:
     return [float(found) for found in re.findall(r"serves again, ([\d.]+) s after", output)]
 
 
+def test_engines_join_leave_and_are_preempted_while_a_rollout_goes_on_and_nothing_is_lost(tiny_task, tmp_path):
+    flags = flags_for(
+        *(tiny_task, tmp_path, "--rollout-num-gpus", 1, "--engines-port", 0),
+        reward="share_of_sevens_unless_held",
+        num_rollout=ELASTIC_ROLLOUTS,
+    )
+    hold = tmp_path / "hold"
+    with running(flags, tmp_path) as run:
+        _, first = run.urls()
+        run.wait(lambda: is_generating(first))
+        engines = run.wait(lambda: read_engines_url(tmp_path))
+        hold.touch()  # the rollout must not end before the engine has joined
+        assert httpx.post(engines, json={"count": 2}).status_code == 200
+        second = run.wait(lambda: (serving(engines) or [None])[1:])[0]
+        hold.unlink()
+        run.wait(lambda: is_generating(first) and is_generating(second))
+        hold.touch()
+        server_of(second).send_signal(signal.SIGTERM)
+        run.wait(lambda: "engine 1 serves again" in run.text())
+        hold.unlink()
+        second = run.last_url(1)
+        run.wait(lambda: is_generating(first) and is_generating(second))
+        assert httpx.post(engines, json={"count": 1}).status_code == 200
+        run.wait(lambda: len(read(engines)["engines"]) == 1)
+        assert "no other engine serves" in httpx.delete(f"{engines}/0").json()["error"]
+        finished = run.end()
+    dumps = samples_of(run, finished, ELASTIC_ROLLOUTS)
+    assert versions_of(dumps) == [{rollout_id} for rollout_id in range(ELASTIC_ROLLOUTS)]
+    continued = [sample for dump in dumps for sample in dump if len(sample["weight_versions"]) > 1]
+    assert continued, "tokens of an engine that leaves are continued by another one"
+    assert finished.output.count("its process got SIGTERM") >= 1
+    assert "its process ended" not in finished.output, "no engine died"
+    assert max(values(metrics(tmp_path / "run"), "train/train_rollout_logprob_abs_diff")) < 1e-4
+    assert examine_ledger(tmp_path / "run") == 0
+
+
 def test_engines_that_die_during_rollouts_serve_again_and_nothing_is_lost(tiny_task, tmp_path):
     with running(flags_for(tiny_task, tmp_path, "--rollout-num-gpus", 2), tmp_path, "train_async.py") as run:
         router, first, second = run.urls()
         fork_server = server_of(first).parent()
         assert fork_server.ppid() == run.process.pid, "SGLang is imported while Ray starts"
+        words = [word for child in fork_server.parent().children(recursive=True) for word in child.cmdline()]
+        assert any(word.endswith("raylet") for word in words)
+        assert not [word for word in words if word.endswith(("monitor.py", "dashboard.py"))], "no run uses them"
         run.wait(lambda: is_generating(first) and is_generating(second))
         server_of(second).kill()  # one of two: the rollout ends on the other one
         run.wait(lambda: "engine 1 serves again" in run.text())

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import httpx
 import psutil
 
 from slime.backends.sglang_utils.fork_server import ForkedServer, forget_allocator_settings
@@ -27,6 +28,7 @@ from slime.utils.torchvision_cpu import install as allow_torchvision_on_cpu
 logger = logging.getLogger(__name__)
 
 STALL_TIMEOUT_S = 600.0  # an engine whose processes do nothing for this long during their start has failed
+_NOTICE_TIMEOUT_S = 0.9  # less than SGLang's first pause in a health request
 _LOOK_EVERY_S = 5.0
 _REPORT_EVERY_S = 60.0
 # Less does not count as work: servers that wait for a lock or a peer poll, and read a few bytes.
@@ -77,6 +79,18 @@ def named_children(pid: int) -> dict[str, psutil.Process]:
         return {f"{name} ({child.pid})": child for child in children if (name := child.name()).startswith(_PART_PREFIX)}
     except psutil.Error:  # it has just ended
         return {}
+
+
+def is_shutting_down(client: httpx.Client) -> bool:
+    """True if the server of ``client`` got SIGTERM: SGLang then ends as soon as it has no request."""
+    # It answers 503 on both routes at once. An unhealthy server needs a second or more for the second answer.
+    for route in ("/ready", "/health"):
+        try:
+            if client.get(route, timeout=_NOTICE_TIMEOUT_S).status_code != 503:
+                return False
+        except httpx.HTTPError:
+            return False
+    return True
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
+import threading
 import time
 from argparse import Namespace
 from collections.abc import Sequence
@@ -31,6 +33,7 @@ from slime.backends.sglang_utils.server_process import (
     Activity,
     ForkAddress,
     activity_of,
+    is_shutting_down,
     launch_server,
     named_children,
 )
@@ -139,6 +142,10 @@ class _Startable(SGLangEngine):
         blocks = expert_blocks(get_server_info(self.url)) if is_divided else 1
         return EngineInfo(self.url, self._spec.num_gpus, self._first_slot, blocks)
 
+    def is_leaving(self) -> bool:
+        """True if the server got SIGTERM."""
+        return is_shutting_down(self._client)
+
 
 class EngineActor(_Startable):
     """Body of the actor: an engine that picks address and ports on its node.
@@ -189,6 +196,13 @@ class EngineActor(_Startable):
             bootstrap_port=meet.bootstrap_port,
         )
         super().__init__(spec, self._nodes)
+        self._has_notice = threading.Event()
+        # A preempted node sends it to every process. Ray would end this one at once, with the server.
+        signal.signal(signal.SIGTERM, lambda *_: self._has_notice.set())
+
+    def is_leaving(self) -> bool:
+        """True if this process or the server got SIGTERM."""
+        return self._has_notice.is_set() or super().is_leaving()
 
     def pull_weights(self, source_dir: str, local_dir: str, version: int) -> None:
         """Bring the copies of the weights in ``local_dir``, one on each of the engine's nodes, up to ``version``."""

@@ -14,9 +14,9 @@ import itertools
 import logging
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -32,10 +32,12 @@ from slime.backends.sglang_utils.router import ExistingRouter, Router, RouterPro
 from slime.backends.sglang_utils.server_process import ForkAddress
 from slime.backends.sglang_utils.topology import EnginePlace, topology_of
 from slime.ray.engines.actor import EngineActor, ExternalEngineActor, NodeSlot
+from slime.ray.engines.elastic import ElasticEngines, ServedModel
 from slime.ray.engines.fleet import EngineMemory, RayEngineFleet, WaitingEngines
 from slime.ray.engines.preloading import ClusterForkServer, engine_log_directory, fork_server_log, fork_server_of
-from slime.ray.engines.slots import EngineSlots, WatchSettings
-from slime.ray.placement_group import GpuSlots
+from slime.ray.engines.slot import WatchSettings
+from slime.ray.engines.slots import EngineSlots
+from slime.ray.placement_group import GpuSlots, check_room, release_placement_groups, reserve_engine
 from slime.ray.run.cluster import NOSET_VISIBLE_DEVICES, engines_share_devices, node_address, slot_layout, worker_env
 from slime.utils import accelerator
 from slime.utils.deadline import Deadline
@@ -52,28 +54,16 @@ _FIRST_WAIT_TIMEOUT_S = 300.0
 _REGISTERED = "the registered engine"
 
 
-@dataclass(frozen=True)
-class ServedModel:
-    """The router and the engines of one model.
-
-    Attributes:
-        updates_weights: False for a model that keeps the weights it was started with.
-        registers: its engines were registered by this run. An existing router must forget them at the end.
-    """
-
-    name: str
-    router: Router
-    engines: EngineSlots
-    updates_weights: bool
-    registers: bool = True
-
-
-class RolloutServers(EngineMemory):
+class RolloutServers(EngineMemory, ElasticEngines):
     """All routers and engines of a run. The constructor returns at once. :meth:`wait_ready` waits.
 
     Args:
         slots: devices of the engines.
     """
+
+    _check_room = staticmethod(check_room)
+    _reserve_engine = staticmethod(reserve_engine)
+    _release = staticmethod(release_placement_groups)
 
     def __init__(self, args: Namespace, slots: GpuSlots) -> None:
         self._args = args
@@ -83,6 +73,10 @@ class RolloutServers(EngineMemory):
         self._fork_server: ForkServer | ClusterForkServer | None = None
         self._models: list[ServedModel] = []
         self._infos: list[ExternalEngineInfo] = []
+        self._places: dict[int, EnginePlace] = {}
+        self._external: dict[int, ExternalEngineInfo] = {}
+        self._joined: dict[int, GpuSlots] = {}
+        self._reserving: set[int] = set()
         try:
             if args.rollout_external:
                 self._infos = external_engine_infos_from_args(args)
@@ -106,8 +100,14 @@ class RolloutServers(EngineMemory):
             updates = model.updates_weights
             by_rank = {place.rank: self._for_model(place, updates) for place in places[model.name]}
             router = self._router(model.name, has_pd=model.has_pd)
-            engines = EngineSlots(self._make_local(by_rank), list(by_rank), router.url, needs_weights=updates)
-            self._models.append(ServedModel(model.name, router, engines, updates))
+            self._places |= by_rank
+            engines = EngineSlots(
+                self._make_any, list(by_rank), router.url, needs_weights=updates, on_gone=self._on_gone
+            )
+            may_grow = bool(by_rank) and not model.has_pd
+            self._models.append(
+                ServedModel(model.name, router, engines, updates, ranks=tuple(by_rank), may_grow=may_grow)
+            )
 
     @property
     def awaits_engines(self) -> bool:
@@ -115,15 +115,9 @@ class RolloutServers(EngineMemory):
         return not self._args.rollout_external and self._args.rollout_num_gpus == 0
 
     def _use_external(self) -> None:
-        actor = ray.remote(ExternalEngineActor).options(
-            num_cpus=0, max_concurrency=_ENGINE_THREADS, runtime_env={"env_vars": worker_env()}
-        )
-
-        def make(rank: int, num_before: int) -> Any:
-            return actor.remote(self._args, rank, self._infos[rank])
-
         router = self._router(_DEFAULT_MODEL, has_pd=any(info.is_pd_worker for info in self._infos))
-        engines = EngineSlots(make, range(len(self._infos)), router.url, needs_weights=True)
+        self._external |= dict(enumerate(self._infos))
+        engines = EngineSlots(self._make_any, list(self._external), router.url, on_gone=self._on_gone)
         self._models.append(ServedModel(_DEFAULT_MODEL, router, engines, True, registers=not self.awaits_engines))
 
     def await_engines(self) -> None:
@@ -158,11 +152,11 @@ class RolloutServers(EngineMemory):
             found = discover_external_engines(urls, source=_REGISTERED)
             if problems := [text for info in found for text in problems_of(info, self._args, source=_REGISTERED)]:
                 raise ConfigError(problems)
+            self._external |= dict(enumerate(found, len(known)))
             self._infos += found
             model.engines.start(range(len(known), len(self._infos)))
             model.engines.wait_ready(self._args.engine_start_timeout)
-            # A fact that requests read: their number in flight grows with the number of engines.
-            vars(self._args)["rollout_num_engines"] = len(self._infos)
+            self._note_number()
             logger.info("engines that have registered with the router: %s", ", ".join(urls))
         return len(self._infos)
 
@@ -181,31 +175,29 @@ class RolloutServers(EngineMemory):
             has_pd=has_pd,
         )
 
-    def _make_local(self, places: dict[int, EnginePlace]) -> Callable[[int, int], Any]:
-        actor = ray.remote(EngineActor)
-
-        def make(rank: int, num_before: int) -> Any:
-            place = places[rank]
-            self._check_nodes(place)
-            return actor.options(
-                num_cpus=0.2,
-                num_gpus=0.2,
-                max_concurrency=_ENGINE_THREADS,
-                scheduling_strategy=self._gpus.strategy(place.first_slot),
-                runtime_env={"env_vars": worker_env() | NOSET_VISIBLE_DEVICES},
-            ).remote(
-                self._args,
-                place,
-                self._slot(place),
-                self._gpus.device_ids[place.first_slot],
-                self._fork_address(),
-                num_before,
-                self._other_slots(place),
+    def _make_any(self, rank: int, num_before: int) -> Any:
+        """A new actor of engine ``rank``."""
+        if rank in self._external:
+            actor = ray.remote(ExternalEngineActor).options(
+                num_cpus=0, max_concurrency=_ENGINE_THREADS, runtime_env={"env_vars": worker_env()}
             )
+            return actor.remote(self._args, rank, self._external[rank])
+        place = at = self._places[rank]
+        gpus: GpuSlots = self._gpus
+        if rank in self._joined:
+            gpus, at = self._joined[rank], replace(place, first_slot=0)
+        self._check_nodes(at, gpus)
+        local = ray.remote(EngineActor).options(
+            num_cpus=0.2,
+            num_gpus=0.2,
+            max_concurrency=_ENGINE_THREADS,
+            scheduling_strategy=gpus.strategy(at.first_slot),
+            runtime_env={"env_vars": worker_env() | NOSET_VISIBLE_DEVICES},
+        )
+        device, others = gpus.device_ids[at.first_slot], self._other_slots(at)
+        return local.remote(self._args, place, self._slot(place), device, self._fork_address(), num_before, others)
 
-        return make
-
-    def _check_nodes(self, place: EnginePlace) -> None:
+    def _check_nodes(self, place: EnginePlace, gpus: GpuSlots) -> None:
         """Refuse an engine whose devices on one node are not consecutive, or are those of two nodes."""
         # A server counts upward from its first device: with a gap it would use devices of other processes. Slots are
         # ordered by node and device, so device numbers that do not rise belong to two nodes.
@@ -216,14 +208,14 @@ class RolloutServers(EngineMemory):
         end = place.first_slot + place.num_gpus
         for first in range(place.first_slot, end, per_node):
             part = slice(first, min(first + per_node, end))
-            numbers = list(self._gpus.device_ids[part])
+            numbers = list(gpus.device_ids[part])
             if any(after <= before for before, after in itertools.pairwise(numbers)):
                 raise ConfigError(
                     f"--num-gpus-per-node {per_node}: engine {place.rank} got the devices {numbers}, but needs "
                     "those of one node. Give the number that every node of Ray has free, and let the trainer, or a "
                     "placeholder of --sglang-config, fill a node where an engine would begin too late on it."
                 )
-            seen = self._gpus.visible_ids[part]
+            seen = gpus.visible_ids[part]
             if not is_cpu and any(after != before + 1 for before, after in itertools.pairwise(seen)):
                 raise ConfigError(
                     f"--rollout-num-gpus-per-engine {place.num_gpus}: engine {place.rank} got the devices {numbers} of "
@@ -384,6 +376,7 @@ class RolloutServers(EngineMemory):
             model.engines.stop(leaves_router=model.registers and not model.router.is_ours)
             model.router.stop()
         self._models = []
+        release_placement_groups({str(rank): gpus for rank, gpus in self._joined.items()})
         if self._fork_server is not None:
             self._fork_server.stop()
 

@@ -7,12 +7,15 @@
     WAITING   unregistered, because it has the weights of the checkpoint (skipped if those are right)
        | the trainer has sent weights, the owner admits the engine
     SERVING
+       | asked to leave, or its server got SIGTERM
+    LEAVING   still serves, and takes part in a weight sync that runs
+       | no sync runs
+    DRAINING  removed from the router. Its requests are aborted with their tokens, and other engines continue them
+       | no request is left, or the deadline passed
+    (gone)    or STARTING: with fault tolerance an engine that got SIGTERM is replaced, which is no death
 
-The fourth death in a slot ends the run. The run also ends if every engine died again soon after its restart, before
-anything was generated.
-
-Without ``--use-fault-tolerance`` a dead engine is not replaced. The next call of ``waiting()`` raises the cause of its
-death.
+The fourth death in a slot ends the run, and so does a death of every engine soon after its restart, before anything was
+generated. Without ``--use-fault-tolerance`` the next call of ``waiting()`` raises the cause of a death.
 """
 
 from __future__ import annotations
@@ -23,18 +26,25 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any
 
 import ray
-from ray.exceptions import ActorDiedError, RayError
+from ray.exceptions import RayError
 
-from slime.backends.protocols import EngineInfo
 from slime.backends.sglang_utils.router import remove_worker
 from slime.ray.engines.fleet import RayEngineFleet, WaitingEngines
 from slime.ray.engines.health import Answer, HealthMonitor
-from slime.ray.watch.failure_report import message_of
+from slime.ray.engines.slot import (
+    LOOK_TIMEOUT_S,
+    Slot,
+    State,
+    WatchSettings,
+    asked,
+    drain,
+    log_service,
+    text_of,
+    value_of,
+)
 from slime.ray.watch.waiting import get
 from slime.utils.errors import EngineError, SlimeError
 
@@ -43,88 +53,51 @@ logger = logging.getLogger(__name__)
 _MAX_DEATHS = 3
 _PAUSES_S = (1.0, 2.0, 4.0)  # before the next try to start an engine: the obstacle may be gone by then
 _SOON_S = 30.0  # a death earlier than this after a restart counts as "died again"
-_LOOK_TIMEOUT_S = 5.0
 _STOP_TIMEOUT_S = 15.0
 _CONTROL_TIMEOUT_S = 60.0
-
-
-class _State(StrEnum):
-    STARTING = "starting"
-    WAITING = "waiting"
-    SERVING = "serving"
-
-
-@dataclass
-class _Slot:
-    """The devices of one engine.
-
-    Attributes:
-        handle: actor that runs or starts there, if any.
-        ready_at: end of the last restart.
-        has_died_again: the engine died soon after its restart, and nothing was generated in between.
-    """
-
-    rank: int
-    handle: Any = None
-    info: EngineInfo | None = None
-    state: _State = _State.STARTING
-    deaths: int = 0
-    died_at: float = 0.0
-    ready_at: float = -math.inf
-    has_died_again: bool = False
-
-    @property
-    def name(self) -> str:
-        """Name of the present engine."""
-        return f"{self.rank}.{self.deaths}"
-
-
-@dataclass(frozen=True)
-class WatchSettings:
-    """Seconds of the health checks and of the start of an engine, from the flags of the same names.
-
-    Attributes:
-        later_wait_s: after a weight sync. None: ``first_wait_s``.
-        replaces_dead: if False, only ended processes are noticed, and the first one ends the run.
-    """
-
-    interval_s: float
-    timeout_s: float
-    first_wait_s: float
-    start_timeout_s: float
-    replaces_dead: bool = True
-    later_wait_s: float | None = None
+_LEAVE_TIMEOUT_S = 20.0  # less than the 30 s between SIGTERM and SIGKILL that cluster managers give
+_POLL_S = 0.1
 
 
 class EngineSlots:
     """All engines of one router.
 
     Args:
-        make: (rank, number of earlier deaths in the slot) -> handle of a new actor. Does not wait for its start.
+        make: (rank, number of earlier engines in the slot) -> handle of a new actor. Does not wait for its start.
         ranks: numbers of the engines in the run.
         needs_weights: False if the weights of the checkpoint are right. Such engines never wait.
+        on_gone: called with the number of an engine that has left and is not replaced.
     """
 
     def __init__(
-        self, make: Callable[[int, int], Any], ranks: Sequence[int], router_url: str, *, needs_weights: bool = True
+        self,
+        make: Callable[[int, int], Any],
+        ranks: Sequence[int],
+        router_url: str,
+        *,
+        needs_weights: bool = True,
+        on_gone: Callable[[int], None] = lambda rank: None,
     ) -> None:
         self._make = make
+        self._on_gone = on_gone
         self._router_url = router_url
         self._needs_weights = needs_weights
-        self._by_rank: dict[int, _Slot] = {}
-        self._slots: list[_Slot] = []
-        self._starting: list[tuple[_Slot, Any]] = []
+        self._by_rank: dict[int, Slot] = {}
+        self._slots: list[Slot] = []
+        self._starting: list[tuple[Slot, Any]] = []
         self._guard = threading.Lock()  # slots, their states and handles, and the failure
         self._failure: Exception | None = None
         self._progress_at = -math.inf
+        self._numbers: dict[int, int] = {}  # of the next engine, in slots that engines have left
         self._stopping = threading.Event()
+        self._is_paused = False
         self._settings: WatchSettings | None = None
         self._monitor: HealthMonitor | None = None
         self.start(ranks)
 
     def start(self, ranks: Sequence[int]) -> None:
         """Start the engines of these numbers. :meth:`wait_ready` waits for them."""
-        slots = [_Slot(rank, self._make(rank, 0)) for rank in ranks]
+        slots = [Slot(rank, self._make(rank, 0)) for rank in ranks]
         with self._guard:
             self._slots = [*self._slots, *slots]
             self._by_rank |= {slot.rank: slot for slot in slots}
@@ -135,7 +108,42 @@ class EngineSlots:
         starting, self._starting = self._starting, []
         infos = get([ref for _, ref in starting], timeout_s, f"{len(starting)} engines to start")
         for (slot, _), info in zip(starting, infos, strict=True):
-            slot.info, slot.state = info, _State.SERVING
+            slot.info, slot.state = info, State.SERVING
+
+    def join(self, rank: int, *, is_guest: bool = False) -> None:
+        """Start an engine beside the others. It serves as soon as it has weights. Returns at once.
+
+        Args:
+            is_guest: if it dies, it is not replaced.
+        """
+        slot = Slot(rank, number=self._numbers.get(rank, 0), is_guest=is_guest)
+        with self._guard:
+            self._slots = [*self._slots, slot]
+            self._by_rank[rank] = slot
+        threading.Thread(target=self._enter, args=(slot,), name=f"engine {rank} joins", daemon=True).start()
+
+    def leave(self, rank: int, reason: str, *, returns: bool = False) -> None:
+        """Let an engine end without losing tokens, in a thread. With ``returns`` another one takes its slot.
+
+        Raises:
+            EngineError: it does not serve, or no other engine does.
+        """
+        with self._guard:
+            slot = self._by_rank.get(rank)
+            if slot is None or slot.state not in (State.SERVING, State.WAITING):
+                state = slot.state if slot else "unknown"
+                raise EngineError(f"engine {rank} cannot leave: it is {state}. Engines that serve can.")
+            if not returns and not any(other.state is State.SERVING for other in self._slots if other is not slot):
+                raise EngineError(f"engine {rank} cannot leave: no other engine serves. Let another one join first.")
+            slot.state = State.LEAVING  # from now on its end is no death
+        threading.Thread(
+            target=self._drain, args=(slot, reason, returns), name=f"engine {rank} leaves", daemon=True
+        ).start()
+
+    def states(self) -> dict[int, tuple[str, str | None]]:
+        """Number of each engine -> its state and its address, if known."""
+        with self._guard:
+            return {slot.rank: (slot.state.value, None if slot.info is None else slot.info.url) for slot in self._slots}
 
     def watch(self, settings: WatchSettings) -> None:
         """Start the health checks and the replacement of dead engines."""
@@ -151,22 +159,30 @@ class EngineSlots:
         self._monitor.start()
 
     def fleet(self) -> RayEngineFleet:
-        """The engines that can take weights: those that serve, and those that wait for weights."""
-        return self._fleet_of(_State.SERVING, _State.WAITING)
+        """The engines that can take weights: those that get requests or will, and those that wait for weights."""
+        return self._fleet_of(State.SERVING, State.WAITING, State.LEAVING)
 
     def waiting(self) -> WaitingEngines:
         """The engines that need weights. Raises when an engine cannot be kept alive."""
         if self._failure is not None:
             raise self._failure
-        serving = self._fleet_of(_State.SERVING)
-        return WaitingEngines(self._fleet_of(_State.WAITING), len(serving.engines))
+        serving = self._fleet_of(State.SERVING)
+        return WaitingEngines(self._fleet_of(State.WAITING), len(serving.engines))
 
     def pause_watch(self) -> None:
-        """Pause health checks until :meth:`resume_watch`."""
+        """Pause health checks until :meth:`resume_watch`. Engines that leave have left before, or do it afterwards."""
+        with self._guard:
+            self._is_paused = True
         if self._monitor is not None:
             self._monitor.pause()
+        # An engine without the new weights must not be listed at the router afterwards.
+        for _ in range(round(3 * _LEAVE_TIMEOUT_S / _POLL_S)):
+            if not any(slot.state is State.DRAINING for slot in self._slots) or self._stopping.wait(_POLL_S):
+                return
+        logger.warning("an engine that leaves has not left after %g s: the sync excludes it", 3 * _LEAVE_TIMEOUT_S)
 
     def resume_watch(self) -> None:
+        self._is_paused = False
         if self._monitor is not None:
             self._monitor.resume()
 
@@ -194,7 +210,7 @@ class EngineSlots:
         """Let the waiting engines of these names serve: they have the weights of the others."""
         for slot in self._slots:
             with self._guard:
-                is_admitted = slot.state is _State.WAITING and slot.name in names
+                is_admitted = slot.state is State.WAITING and slot.name in names
                 handle = slot.handle
             if is_admitted:
                 self._admit(slot, handle)
@@ -226,7 +242,7 @@ class EngineSlots:
         for handle in handles:
             ray.kill(handle)
 
-    def _fleet_of(self, *states: _State) -> RayEngineFleet:
+    def _fleet_of(self, *states: State) -> RayEngineFleet:
         with self._guard:
             chosen = [(slot.handle, slot.info, slot.name) for slot in self._slots if slot.state in states]
         handles, infos, names = zip(*chosen, strict=True) if chosen else ((), (), ())
@@ -234,10 +250,24 @@ class EngineSlots:
 
     def _find_ended(self) -> dict[int, bool]:
         with self._guard:
-            watched = {slot.rank: slot.handle for slot in self._slots if slot.state is not _State.STARTING}
-        calls = {rank: handle.has_ended.remote() for rank, handle in watched.items()}
-        done = set(ray.wait(list(calls.values()), num_returns=len(calls), timeout=_LOOK_TIMEOUT_S)[0]) if calls else ()
-        return {rank: call in done and _value(call, if_dead=True) for rank, call in calls.items()}
+            present = [slot for slot in self._slots if slot.state in (State.SERVING, State.WAITING)]
+            watched = {slot.rank: slot.handle for slot in present}
+        has_ended = asked({rank: handle.has_ended.remote() for rank, handle in watched.items()}, if_dead=True)
+        if not self._is_paused:
+            living = {rank: handle for rank, handle in watched.items() if not has_ended[rank]}
+            notices = asked({rank: handle.is_leaving.remote() for rank, handle in living.items()}, if_dead=False)
+            for rank in (rank for rank, is_leaving in notices.items() if is_leaving):
+                self._on_notice(rank)
+        return has_ended
+
+    def _on_notice(self, rank: int) -> None:
+        """Let an engine leave whose server got SIGTERM. It is replaced if dead engines are."""
+        assert self._settings is not None
+        returns = self._settings.replaces_dead and not self._by_rank[rank].is_guest
+        try:
+            self.leave(rank, "its process got SIGTERM", returns=returns)
+        except EngineError as error:  # its end will be that of a dead engine
+            logger.warning("engine %d got SIGTERM. %s", rank, error)
 
     def _ask(self, rank: int) -> Answer:
         assert self._settings is not None
@@ -245,15 +275,15 @@ class EngineSlots:
         asked_at = time.monotonic()
         with self._guard:
             slot = self._by_rank[rank]
-            handle, is_serving = slot.handle, slot.state is _State.SERVING
+            handle, is_serving = slot.handle, slot.state is State.SERVING
         if not is_serving:
             return lambda: True  # an engine that takes weights is paused and cannot answer
         call = handle.is_responsive.remote(timeout_s)
 
         def answer() -> bool | None:
             if ray.wait([call], timeout=0)[0]:
-                return _value(call, if_dead=False)
-            return None if time.monotonic() < asked_at + timeout_s + _LOOK_TIMEOUT_S else False
+                return value_of(call, if_dead=False)
+            return None if time.monotonic() < asked_at + timeout_s + LOOK_TIMEOUT_S else False
 
         return answer
 
@@ -261,26 +291,30 @@ class EngineSlots:
         slot = self._by_rank[rank]
         with self._guard:
             # STARTING: its replacement is already under way. Monitor and weight sync may both report a death.
-            if self._stopping.is_set() or slot.state is _State.STARTING:
+            if self._stopping.is_set() or slot.state not in (State.SERVING, State.WAITING, State.LEAVING):
                 return
-            slot.state = _State.STARTING
+            others = [other for other in self._slots if other is not slot and other.state is State.SERVING]
+            slot.state = State.STARTING
             slot.died_at = time.monotonic()
             # Not if something was generated since the restart: then restarts do help.
             slot.has_died_again = self._progress_at < slot.ready_at and slot.died_at < slot.ready_at + _SOON_S
+        if slot.is_guest and others:
+            threading.Thread(target=self._lose, args=(slot, reason), name=f"engine {rank} lost", daemon=True).start()
+            return
         assert self._settings is not None
         if not self._settings.replaces_dead:
             self._failure = self._cause_of_death(slot.handle) or EngineError(f"engine {rank}: {reason}.")
             return
         threading.Thread(target=self._replace, args=(slot, reason), name=f"engine {rank} again", daemon=True).start()
 
-    def _replace(self, slot: _Slot, reason: str) -> None:
+    def _replace(self, slot: Slot, reason: str) -> None:
         """Start engines in ``slot`` until one answers, too many have died there, or the run ends. Body of a thread."""
         cause = f"engine {slot.rank}: {reason}"
         try:
             for pause_s in itertools.chain([0.0], _PAUSES_S):
                 if self._stopping.wait(pause_s):
                     return
-                slot.deaths += 1
+                slot.deaths, slot.number = slot.deaths + 1, slot.number + 1
                 cause = self._clean_up(slot, cause)
                 logger.warning("%s", cause)
                 if slot.deaths > _MAX_DEATHS:
@@ -298,11 +332,57 @@ class EngineSlots:
                     self._start_again(slot)
                     return
                 except Exception as error:  # whatever it was, the next try may succeed
-                    cause = f"engine {slot.rank} could not be started again: {_text(error)}"
+                    cause = f"engine {slot.rank} could not be started again: {text_of(error)}"
         except Exception as error:  # the driver raises it with its next question
             self._failure = error
 
-    def _clean_up(self, slot: _Slot, reason: str) -> str:
+    def _enter(self, slot: Slot) -> None:
+        """Start an engine that joins. A failure does not end the run. Body of a thread."""
+        slot.died_at = time.monotonic()
+        try:
+            self._start_again(slot)
+        except (RayError, SlimeError) as error:  # the engines before it go on
+            self._lose(slot, f"it could not join: {text_of(error)}")
+
+    def _drain(self, slot: Slot, reason: str, returns: bool) -> None:
+        """End an engine once it has no requests. Body of a thread."""
+        while not self._begins_to_drain(slot):
+            if slot.state is not State.LEAVING or self._stopping.wait(_POLL_S):
+                return
+        logger.info("engine %d leaves: %s", slot.rank, reason)
+        assert slot.info is not None
+        started = time.monotonic()
+        try:
+            drain(slot.handle, self._router_url, slot.info.url, _LEAVE_TIMEOUT_S, self._stopping)
+        except (RayError, SlimeError) as error:  # its requests are repeated, like those of a dead engine
+            logger.warning("engine %d ended before its requests were returned: %s", slot.rank, text_of(error))
+        if self._stopping.is_set():
+            return
+        logger.info("engine %d has left, %.1f s after it was asked to", slot.rank, time.monotonic() - started)
+        if not returns:
+            self._lose(slot, reason)
+            return
+        slot.deaths, slot.has_died_again, slot.died_at = slot.deaths - 1, False, started  # it did not die
+        slot.state = State.STARTING
+        self._replace(slot, reason)
+
+    def _begins_to_drain(self, slot: Slot) -> bool:
+        """False during a weight sync, in which the engine takes part, and if it died in one."""
+        with self._guard:
+            if not self._is_paused and slot.state is State.LEAVING:
+                slot.state = State.DRAINING
+            return slot.state is State.DRAINING
+
+    def _lose(self, slot: Slot, reason: str) -> None:
+        """Clean up after an engine that is not replaced."""
+        logger.info("engine %d is gone: %s", slot.rank, self._clean_up(slot, reason))
+        with self._guard:
+            self._slots = [other for other in self._slots if other is not slot]
+            self._by_rank.pop(slot.rank, None)
+            self._numbers[slot.rank] = slot.number + 1
+        self._on_gone(slot.rank)
+
+    def _clean_up(self, slot: Slot, reason: str) -> str:
         """Remove the dead engine from the router and free its devices. Returns the cause of its death."""
         handle, info = slot.handle, slot.info
         if info is not None:
@@ -313,10 +393,10 @@ class EngineSlots:
         if handle is None:
             return reason
         cause = self._cause_of_death(handle)
-        if cause is not None and _text(cause) not in reason:
-            reason = f"{reason}. {_text(cause)}"
+        if cause is not None and text_of(cause) not in reason:
+            reason = f"{reason}. {text_of(cause)}"
         try:
-            get(handle.stop.remote(), _LOOK_TIMEOUT_S, "a dead engine to stop")
+            get(handle.stop.remote(), LOOK_TIMEOUT_S, "a dead engine to stop")
         except (RayError, SlimeError) as error:  # killing the actor kills its server as well
             logger.debug("%s", error)
         ray.kill(handle)
@@ -328,17 +408,17 @@ class EngineSlots:
     def _cause_of_death(handle: Any) -> Exception | None:
         """The cause of the engine's death, if its actor knows it."""
         try:
-            get(handle.raise_if_dead.remote(), _LOOK_TIMEOUT_S, "the cause of an engine's death")
+            get(handle.raise_if_dead.remote(), LOOK_TIMEOUT_S, "the cause of an engine's death")
         except Exception as error:  # the error is the answer
             return error
         return None
 
-    def _start_again(self, slot: _Slot) -> None:
+    def _start_again(self, slot: Slot) -> None:
         assert self._settings is not None
         with self._guard:
             if self._stopping.is_set():  # under the guard: stop() would not kill an actor that is made after it
                 return
-            slot.handle = handle = self._make(slot.rank, slot.deaths)
+            slot.handle = handle = self._make(slot.rank, slot.number)
         waits = self._needs_weights
         started = handle.start_unregistered.remote() if waits else handle.start_and_register.remote(self._router_url)
         limit_s = self._settings.start_timeout_s + _CONTROL_TIMEOUT_S
@@ -346,41 +426,25 @@ class EngineSlots:
         assert self._monitor is not None
         self._monitor.renew(slot.rank)  # before the state changes: checks of the dead engine must not count
         with self._guard:
-            slot.info, slot.state = info, _State.WAITING if waits else _State.SERVING
+            slot.info, slot.state = info, State.WAITING if waits else State.SERVING
             slot.ready_at = time.monotonic()
         seconds = slot.ready_at - slot.died_at
-        logger.info("engine %d started again at %s, %.1f s after its death was noticed", slot.rank, info.url, seconds)
+        if slot.number:
+            text = "engine %d started again at %s, %.1f s after its death was noticed"
+        else:
+            text = "engine %d started at %s in %.1f s"
+        logger.info(text, slot.rank, info.url, seconds)
         if not waits:
-            _log_service(slot)
+            log_service(slot)
 
-    def _admit(self, slot: _Slot, handle: Any) -> None:
+    def _admit(self, slot: Slot, handle: Any) -> None:
         try:
             get(handle.register.remote(self._router_url), _CONTROL_TIMEOUT_S, f"engine {slot.rank} to register")
         except (RayError, SlimeError) as error:  # it or the router died just now: the monitor or the rollout notices
-            logger.warning("engine %d could not be registered at the router: %s", slot.rank, _text(error))
+            logger.warning("engine %d could not be registered at the router: %s", slot.rank, text_of(error))
             return
         with self._guard:
             # The engine may have died and been replaced during the call, which ran without the guard.
-            if slot.state is _State.WAITING and slot.handle is handle:
-                slot.state = _State.SERVING
-        _log_service(slot)
-
-
-def _log_service(slot: _Slot) -> None:
-    seconds = time.monotonic() - slot.died_at
-    logger.info("engine %d serves again, %.1f s after its death was noticed", slot.rank, seconds)
-
-
-def _value(call: Any, *, if_dead: bool) -> bool:
-    """The result of a finished call. ``if_dead`` if the actor of the call is dead."""
-    try:
-        return bool(ray.get(call))
-    except ActorDiedError:
-        return if_dead
-    except Exception as error:  # Ray raises the error of the actor in its own type
-        logger.warning("an engine could not be looked at: %s", _text(error))
-        return False
-
-
-def _text(error: BaseException) -> str:
-    return message_of(error) or f"{type(error).__name__}: {error}"
+            if slot.state is State.WAITING and slot.handle is handle:
+                slot.state = State.SERVING
+        log_service(slot)

@@ -13,8 +13,10 @@ from dataclasses import replace
 import pytest
 
 from slime.backends.protocols import EngineInfo
+from slime.ray.engines import slot as engine_slot
 from slime.ray.engines import slots as engine_slots
-from slime.ray.engines.slots import EngineSlots, WatchSettings
+from slime.ray.engines.slot import WatchSettings
+from slime.ray.engines.slots import EngineSlots
 from slime.utils.errors import EngineError
 from tests.limits import unloaded_time
 
@@ -33,9 +35,10 @@ class Actor:
 
     def __init__(self, world: World, rank: int, num_before: int) -> None:
         self.world, self.rank, self.num_before = world, rank, num_before
-        self.is_dead = False
+        self.is_dead = self.has_notice = False
+        self.requests = 0
         names = ("start_and_register", "start_unregistered", "register", "has_ended", "stop", "raise_if_dead")
-        names += ("is_responsive",)
+        names += ("is_responsive", "is_leaving", "abort_all", "num_requests")
         for name in names:
             setattr(self, name, Method(getattr(self, f"_{name}")))
 
@@ -66,6 +69,18 @@ class Actor:
     def _is_responsive(self, timeout_s: float) -> bool:
         return not self.world.is_silent
 
+    def _is_leaving(self) -> bool:
+        return self.has_notice
+
+    def _abort_all(self) -> None:
+        if self.is_dead:
+            raise EngineError("connection refused")
+        self.world.aborted.append((self.rank, (self.rank, self.num_before) in self.world.registered))
+        self.requests = max(0, self.requests - 1)
+
+    def _num_requests(self) -> int:
+        return self.requests
+
     def _raise_if_dead(self) -> None:
         if self.is_dead:
             raise EngineError(f"engine {self.rank} died with status -9. Last lines of its log: out of memory")
@@ -80,6 +95,7 @@ class World:
     def __init__(self) -> None:
         self.actors: list[Actor] = []
         self.registered: set[tuple[int, int]] = set()
+        self.aborted: list[tuple[int, bool]] = []  # (rank, whether the router still sent requests there)
         self.refusals = 0
         self.is_silent = False
         self.router_answers = threading.Event()
@@ -99,6 +115,9 @@ class World:
         assert router == ROUTER
         self.registered = {item for item in self.registered if URL.format(item[0]) != url}
 
+    def registered_workers(self, router: str) -> list[str]:
+        return [URL.format(rank) for rank, _ in self.registered]
+
     def latest(self, rank: int) -> Actor:
         return [actor for actor in self.actors if actor.rank == rank][-1]
 
@@ -112,6 +131,10 @@ def world(monkeypatch) -> World:
 
     monkeypatch.setattr(engine_slots, "get", get)
     monkeypatch.setattr(engine_slots, "remove_worker", world.remove_worker)
+    for name, value in (("get", get), ("remove_worker", world.remove_worker)):
+        monkeypatch.setattr(engine_slot, name, value)
+    monkeypatch.setattr(engine_slot, "registered_workers", world.registered_workers)
+    monkeypatch.setattr(engine_slot, "_REPEAT_S", 0.001)
     monkeypatch.setattr(engine_slots.ray, "wait", lambda calls, num_returns=1, timeout=None: (calls, []))
     monkeypatch.setattr(engine_slots.ray, "get", lambda call: call())
     monkeypatch.setattr(engine_slots.ray, "kill", world.killed.append)
@@ -336,3 +359,104 @@ def test_an_engine_that_is_condemned_is_replaced_like_a_dead_one(world, slots):
     until(lambda: slots.waiting().fleet.names)
     assert slots.waiting().fleet.names == ("1.1",)
     assert world.registered == {(0, 0)}
+
+
+def test_an_engine_that_leaves_gets_no_new_request_and_ends_once_the_running_ones_have_returned(world, slots):
+    world.latest(1).requests = 3
+    slots.leave(1, "a person asked for it")
+    until(lambda: world.aborted)
+    slots.pause_watch()
+    assert slots.fleet().names == ("0.0",), "a weight sync begins when it has left the router, and does not include it"
+    assert (1, 0) not in world.registered
+    slots.resume_watch()
+    until(lambda: world.killed)
+    assert {rank for rank, _ in world.aborted} == {1}
+    assert len(world.aborted) >= 4, "the last abort found no request"
+    assert not world.aborted[-1][1]
+    assert world.registered == {(0, 0)}
+    until(lambda: slots.states() == {0: ("serving", URL.format(0))})
+    assert slots.waiting().num_serving == 1
+    slots.look()
+    assert len(world.actors) == 2, "it is not replaced"
+
+
+def test_the_last_engine_that_serves_and_one_that_does_not_serve_cannot_leave(world, slots):
+    slots.leave(0, "test")
+    with pytest.raises(EngineError, match="engine 1 cannot leave: no other engine serves"):
+        slots.leave(1, "test")
+    until(lambda: 0 not in slots.states())
+    with pytest.raises(EngineError, match="engine 0 cannot leave: it is unknown"):
+        slots.leave(0, "test")
+
+
+def test_an_engine_with_a_notice_leaves_and_another_takes_its_place_which_is_no_death(world, slots):
+    for number in range(5):
+        world.latest(1).requests = 2
+        world.latest(1).has_notice = True
+        slots.look()
+        until(lambda number=number: slots.waiting().fleet.names == (f"1.{number + 1}",))
+        slots.admit([f"1.{number + 1}"])
+    assert slots.fleet().names == ("0.0", "1.5")
+    assert {rank for rank, _ in world.aborted} == {1}
+    assert slots.waiting().num_serving == 2
+
+
+def test_where_the_dead_are_not_replaced_an_engine_with_a_notice_leaves_for_good(world):
+    slots = EngineSlots(world.make, range(2), ROUTER)
+    slots.wait_ready(1.0)
+    slots.watch(replace(SETTINGS, replaces_dead=False))
+    try:
+        world.latest(0).has_notice = True
+        slots.look()
+        until(lambda: slots.states() == {1: ("serving", URL.format(1))})
+        assert slots.waiting().num_serving == 1, "its end is no error"
+    finally:
+        slots.stop(leaves_router=False)
+
+
+def test_an_engine_that_dies_while_it_leaves_does_not_end_the_run(world, slots):
+    world.latest(1).requests = 10**6
+    slots.leave(1, "test")
+    until(lambda: world.aborted)
+    world.latest(1).is_dead = True
+    until(lambda: 1 not in slots.states())
+    assert slots.waiting().num_serving == 1
+
+
+def test_an_engine_leaves_after_the_weight_sync_that_it_takes_part_in(world, slots):
+    slots.pause_watch()
+    slots.leave(1, "test")
+    time.sleep(0.05)
+    assert (world.aborted, world.killed) == ([], [])
+    assert slots.fleet().names == ("0.0", "1.0"), "the router still sends requests to it"
+    slots.resume_watch()
+    until(lambda: world.killed)
+
+
+def test_an_engine_that_joins_waits_for_weights_then_serves_and_may_come_back(world, slots):
+    slots.join(2)
+    until(lambda: slots.waiting().fleet.names == ("2.0",))
+    assert (2, 0) not in world.registered, "it has the weights of the checkpoint"
+    slots.admit(["2.0"])
+    assert slots.states()[2] == ("serving", URL.format(2))
+    slots.leave(2, "test")
+    until(lambda: 2 not in slots.states())
+    slots.join(2)
+    until(lambda: slots.waiting().fleet.names == ("2.1",))
+
+
+def test_an_engine_that_cannot_start_does_not_join_and_the_others_go_on(world, slots):
+    world.broken.add(2)
+    slots.join(2)
+    until(lambda: 2 not in slots.states())
+    assert slots.waiting().num_serving == 2
+
+
+def test_a_guest_that_dies_is_gone(world, slots):
+    slots.join(2, is_guest=True)
+    until(lambda: slots.waiting().fleet.names == ("2.0",))
+    slots.admit(["2.0"])
+    assert kill(world, slots, 2) == ["2.0"]
+    until(lambda: 2 not in slots.states())
+    assert slots.waiting().num_serving == 2
+    assert len(world.actors) == 3

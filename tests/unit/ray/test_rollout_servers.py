@@ -44,6 +44,7 @@ def servers(*models: tuple[bool, RayEngineFleet, WaitingEngines], **changes) -> 
     values |= {"rollout_num_gpus": 4, "rollout_external": False, "offload_rollout": True}
     values |= {"use_rollout_routing_replay": False}
     made._args = Namespace(**values | changes)
+    made._places, made._external, made._joined, made._reserving = {}, {}, {}, set()
     made._models = [
         SimpleNamespace(
             name=str(number),
@@ -164,10 +165,10 @@ def test_an_engine_over_several_nodes_is_refused_where_rays_nodes_are_smaller_th
     several = servers(num_gpus_per_node=4)
     wide = EnginePlace(0, WorkerType.REGULAR, 0, 8, {})
     several._gpus = GpuSlots(None, range(8), [0, 1, 2, 3, 0, 1, 2, 3])
-    several._check_nodes(wide)
+    several._check_nodes(wide, several._gpus)
     several._gpus = GpuSlots(None, range(8), [0, 1, 2, 0, 1, 2, 0, 1])
     with pytest.raises(ConfigError, match=r"--num-gpus-per-node 4: engine 0 got the devices \[0, 1, 2, 0\]"):
-        several._check_nodes(wide)
+        several._check_nodes(wide, several._gpus)
 
 
 def test_an_engine_whose_devices_have_a_gap_is_refused_for_its_server_would_take_those_of_others(monkeypatch):
@@ -176,10 +177,10 @@ def test_an_engine_whose_devices_have_a_gap_is_refused_for_its_server_would_take
     engine = EnginePlace(0, WorkerType.REGULAR, 0, 3, {})
     several._gpus = GpuSlots(None, range(3), [0, 2, 3], [0, 2, 3])
     with pytest.raises(ConfigError, match=r"--rollout-num-gpus-per-engine 3: engine 0 got the devices \[0, 2, 3\]"):
-        several._check_nodes(engine)
-    several._check_nodes(EnginePlace(0, WorkerType.REGULAR, 1, 2, {}))  # 2 and 3
+        several._check_nodes(engine, several._gpus)
+    several._check_nodes(EnginePlace(0, WorkerType.REGULAR, 1, 2, {}), several._gpus)  # 2 and 3
     several._gpus = GpuSlots(None, range(3), [0, 2, 3], [0, 1, 2])  # CUDA_VISIBLE_DEVICES=0,2,3
-    several._check_nodes(engine)
+    several._check_nodes(engine, several._gpus)
 
 
 # --- engines that others register (--rollout-num-gpus 0)
@@ -206,6 +207,7 @@ class Registered:
             is_ours=True, url="http://router:1", wait_ready=lambda: None, raise_if_dead=lambda: None
         )
         server.engines.start = lambda ranks: self.started.append(list(ranks))
+        server.engines.states = lambda: dict.fromkeys(rank for ranks in self.started for rank in ranks)
 
 
 def test_a_run_without_engines_waits_for_one_and_says_how_to_register_it(monkeypatch: pytest.MonkeyPatch, caplog):
