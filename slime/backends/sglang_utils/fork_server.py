@@ -28,8 +28,9 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -41,16 +42,29 @@ from slime.utils.torchvision_cpu import install as allow_torchvision_on_cpu
 _MESSAGE_BYTES = 1 << 20
 _REQUEST_TIMEOUT_S = 5.0  # a client that connects and sends nothing is disconnected after this time
 _REAP_EVERY_S = 0.2
+_Become = Callable[[socket.socket, Mapping[str, Any]], None]
+_Sockets = Sequence[socket.socket]
 
 
 class ForkServer:
-    """Owner's side: the preloading process. Ends with this process."""
+    """Owner's side: the preloading process. Ends with this process.
 
-    def __init__(self, log_path: Path, env: Mapping[str, str]) -> None:
+    Args:
+        command: of the process, without the path of its socket. By default it preloads SGLang alone.
+        pass_fds: descriptors that it inherits.
+    """
+
+    def __init__(
+        self,
+        log_path: Path,
+        env: Mapping[str, str],
+        command: Sequence[str] = (sys.executable, "-m", __name__),
+        pass_fds: Sequence[int] = (),
+    ) -> None:
         # mkdtemp: only this user can connect (0700), and AF_UNIX needs a short path (108 bytes)
         self.socket_path = str(Path(tempfile.mkdtemp(prefix="slime-fork-")) / "socket")
-        argv = [sys.executable, "-m", "slime.backends.sglang_utils.fork_server", "--socket", self.socket_path]
-        self._process = GuardedProcess(argv, log_path=log_path, env=env)
+        argv = [*command, "--socket", self.socket_path]
+        self._process = GuardedProcess(argv, log_path=log_path, env=env, pass_fds=pass_fds)
 
     @property
     def pid(self) -> int:
@@ -65,7 +79,7 @@ class ForkServer:
 
     def stop(self) -> None:
         self._process.stop()
-        _remove_socket(self.socket_path)
+        remove_socket(self.socket_path)
 
 
 class ForkedServer:
@@ -147,28 +161,37 @@ def _is_open(socket_path: str) -> bool:
     return path.exists()
 
 
-def _remove_socket(socket_path: str) -> None:
+def remove_socket(socket_path: str) -> None:
+    """Delete the socket of a fork server with its folder."""
     shutil.rmtree(Path(socket_path).parent, ignore_errors=True)
 
 
-def _preload() -> None:
+def preload_sglang() -> None:
     """Import everything that a server needs."""
+    # Imports keep nearly everything. The collector would visit it again and again: a quarter of the time.
+    gc.disable()
     allow_torchvision_on_cpu()
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
     # Frozen objects are not visited by the collector of a child, which would write to their pages and so copy them.
-    gc.collect()
     gc.freeze()
+    gc.enable()
 
 
-def _serve(socket_path: str) -> None:
+def listen(socket_path: str) -> socket.socket:
+    """A socket to which clients of this user can connect. The path appears only when they can."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     temporary = socket_path + ".new"
     listener.bind(temporary)
     os.chmod(temporary, 0o600)  # a client can run code as this user
     listener.listen()
-    os.rename(temporary, socket_path)  # the path appears only when clients can connect
+    os.rename(temporary, socket_path)
+    return listener
+
+
+def serve(listener: socket.socket, become: _Become) -> NoReturn:
+    """Fork a child per request, which runs ``become`` with the connection and the request."""
     print("ready", flush=True)
     asking: dict[socket.socket, _Asking] = {}
     servers: dict[int, socket.socket] = {}
@@ -188,10 +211,9 @@ def _serve(socket_path: str) -> None:
                 continue
             if request is not None:
                 del asking[connection]
-                pid = os.fork()
-                if pid == 0:
-                    # The child must not hold other connections: their ends could not be detected.
-                    _become_server(connection, request, unused=[listener, *asking, *servers.values()])
+                # The child must not hold other connections: their ends could not be detected.
+                unused = [listener, *asking, *servers.values()]
+                pid = fork_child(partial(_be_forked, become, connection, request, unused))
                 with contextlib.suppress(OSError):  # the child does it too: the first call counts
                     os.setpgid(pid, pid)  # so that the client can kill the group once it has the pid
                 servers[pid] = connection
@@ -213,8 +235,8 @@ class _Asking:
             if not part or len(self.data) > _MESSAGE_BYTES:
                 raise EngineError(f"it closed the connection after {len(self.data)} bytes")
         if self.data.endswith(b"\n"):
-            request = json.loads(self.data)
-            return {"argv": list(request["argv"]), "env": dict(request["env"]), "log": str(request["log"])}
+            request: dict[str, Any] = json.loads(self.data)
+            return request | {"argv": list(request["argv"]), "env": dict(request["env"]), "log": str(request["log"])}
         if time.monotonic() > self.patience:
             raise TimeoutError(f"no request within {_REQUEST_TIMEOUT_S:g} s")
         return None
@@ -235,19 +257,14 @@ def _tell(connection: socket.socket, message: dict[str, int]) -> None:
         connection.sendall(json.dumps(message).encode() + b"\n")
 
 
-def _become_server(connection: socket.socket, request: dict[str, Any], *, unused: Sequence[socket.socket]) -> NoReturn:
-    """Run the server in the forked child. Never returns."""
+def fork_child(run: Callable[[], None]) -> int:
+    """Fork a child that calls ``run`` and then ends. Returns its pid."""
+    pid = os.fork()
+    if pid != 0:
+        return pid
     status = 1
     try:
-        os.setpgid(0, 0)  # before the first process is started: the group is killed as a whole
-        for inherited in unused:
-            inherited.close()
-        os.environ.update(request["env"])
-        log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-        null = os.open(os.devnull, os.O_RDONLY)
-        for source, target in ((null, 0), (log, 1), (log, 2)):
-            os.dup2(source, target)
-        _launch(connection, request["argv"])
+        run()
         status = 0
     except SystemExit as error:  # the log has the reason already: no traceback after it
         status = error.code if isinstance(error.code, int) else 1
@@ -255,6 +272,28 @@ def _become_server(connection: socket.socket, request: dict[str, Any], *, unused
         if sys.exc_info()[0] is not None:
             traceback.print_exc()
         os._exit(status)  # even while an error propagates: it must not reach the accept loop
+
+
+def _be_forked(become: _Become, connection: socket.socket, request: Mapping[str, Any], unused: _Sockets) -> None:
+    os.setpgid(0, 0)  # before the first process is started: the group is killed as a whole
+    for inherited in unused:
+        inherited.close()
+    become(connection, request)
+
+
+def become_server(connection: socket.socket, request: Mapping[str, Any]) -> None:
+    """Run the server of an engine in a forked child."""
+    os.environ.update(request["env"])
+    log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    redirect_output(log, log)
+    _launch(connection, request["argv"])
+
+
+def redirect_output(log: int, errors: int) -> None:
+    """Use these descriptors for the output of this process, which has no input."""
+    null = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((null, 0), (log, 1), (errors, 2)):
+        os.dup2(source, target)
 
 
 def _launch(connection: socket.socket, argv: Sequence[str]) -> None:
@@ -284,13 +323,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Preload SGLang and fork servers on request.")
     parser.add_argument("--socket", required=True)
     options = parser.parse_args()
-    watch_owner(before_end=lambda: _remove_socket(options.socket))
+    watch_owner(before_end=lambda: remove_socket(options.socket))
     try:
         forget_allocator_settings()
-        _preload()
-        _serve(options.socket)
+        preload_sglang()
+        serve(listen(options.socket), become_server)
     finally:
-        _remove_socket(options.socket)
+        remove_socket(options.socket)
 
 
 if __name__ == "__main__":

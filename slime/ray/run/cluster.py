@@ -10,25 +10,30 @@ from __future__ import annotations
 import logging
 import os
 import re
+import time
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import psutil
 import ray
+from ray._private import parameter, services
 
 from slime.config.plan.memory import LARGEST_ROUNDED
 from slime.observability.console import START
 from slime.observability.run_log import RUN_LOG
-from slime.ray.engines.preloading import FORK_SERVER, fork_server_log, sglang_preloading
+from slime.ray.engines.preloading import FORK_SERVER, fork_server_log, preloading
+from slime.ray.run import worker_launcher
 from slime.ray.run.worker_logs import followed, received
 from slime.utils import accelerator
+from slime.utils.deadline import Deadline
 from slime.utils.errors import ConfigError, StartFailed
 from slime.utils.net import WEIGHT_INTERFACES, WEIGHT_LOOPBACK
-from slime.utils.reaper import reap, start_reaper
+from slime.utils.reaper import reap, start_reaper, with_their_children
 from slime.utils.scratch import scratch_folder
 
 # Makes Ray leave all devices visible: slime picks the device of each process from its slot.
@@ -48,11 +53,21 @@ _ONE_NODE = ("SLIME_HOST_IP", FORK_SERVER)
 _VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 _EMBEDDED = "slime_embedded"  # a resource that marks clusters started by running_cluster()
 _DEVICE_TYPE = "accelerator_type:"
+_ROOM_TO_JOIN = 8  # logical devices for engines that join. On a GPU machine Ray has all devices
 _DRIVER_CPUS = 4  # data buffer, rollout manager and their children
 # Defaults of SGLang's processes. Trainer and engines form one NCCL group, whose members must agree on both.
 _NCCL = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
 _ALLOCATORS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _PINNED_SIZE = "pinned_max_cached_size_mb"
+# Limits of Ray for its own start and for the start of a worker. Its defaults, 30 and 60 seconds, are too short for a
+# busy machine.
+_RAYS_PATIENCE = {
+    "RAY_gcs_server_port_wait_time_s": "120",
+    "RAY_agent_register_timeout_ms": "120000",
+    "RAY_worker_register_timeout_seconds": "180",
+}
+_NODE_TIMEOUT_S = 120.0
+_LOOK_EVERY_S = 0.1
 _TOKEN_LOGGER = "ray._private.authentication.authentication_token_setup"
 
 
@@ -85,14 +100,30 @@ def running_cluster(args: Namespace) -> Iterator[None]:
                 started.enter_context(received())
                 check_devices(ray.cluster_resources())
             else:
+                # Ray keeps a record of each call of an actor, 60 MB for 1,000 rollouts. Only its own tools show them.
+                os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
+                for name, value in _RAYS_PATIENCE.items():
+                    os.environ.setdefault(name, value)
                 start_reaper(folder)  # before Ray starts: ends the remaining processes if this one is killed
-                if accelerator.current().is_cpu and _num_engine_slots(args):
-                    started.enter_context(sglang_preloading(fork_server_log(args), _worker_env(is_on_loopback=True)))
+                if accelerator.current().is_cpu:
+                    started.enter_context(_preloading(args))
                 started.enter_context(followed(folder / "ray" / "session_latest" / "logs"))
                 started.callback(ray.shutdown)
-                _start_embedded(slot_layout(args)[0], folder / "ray")
+                room = 0 if args.engines_port is None else _ROOM_TO_JOIN
+                _start_embedded(slot_layout(args)[0] + room, folder / "ray")
         START.end("Ray")
         yield
+
+
+def _preloading(args: Namespace) -> AbstractContextManager[None]:
+    trainer = None if args.debug_rollout_only else f"slime.backends.{args.train_backend}_utils.actor"
+    return preloading(
+        fork_server_log(args),
+        # Modules are imported before a fork, which no state of a GPU survives.
+        _worker_env(is_on_loopback=True) | dict.fromkeys(_VISIBLE_DEVICES, ""),
+        trainer=trainer,
+        has_engines=_num_engine_slots(args) > 0,
+    )
 
 
 def check_devices(resources: Mapping[str, float]) -> None:
@@ -119,13 +150,14 @@ def _start_embedded(slots: int, directory: Path) -> None:
         StartFailed: the second attempt failed as well.
     """
     mine = psutil.Process()
-    before = set(mine.children(recursive=True))
+    before = set(mine.children())
     for is_last in (False, True):
         try:
             return _init_embedded(slots, directory)
         except Exception as error:  # a bare Exception, errors of gRPC, timeouts
             ray.shutdown()
-            reap(set(mine.children(recursive=True)) - before, grace_s=0.0)
+            # Not the new children of older ones: they are forks of the process that preloads.
+            reap(with_their_children(set(mine.children()) - before), grace_s=0.0)
             reason = f"Ray did not start: {str(error).partition('. ')[0] or type(error).__name__}"
             if is_last:
                 raise StartFailed(
@@ -137,7 +169,8 @@ def _start_embedded(slots: int, directory: Path) -> None:
 
 def _init_embedded(slots: int, directory: Path) -> None:
     is_cpu = accelerator.current().is_cpu
-    with _without(_VISIBLE_DEVICES if is_cpu else ()):  # Ray would refuse more logical slots than they name
+    # Ray would refuse more logical slots than the variables name.
+    with _without(_VISIBLE_DEVICES if is_cpu else ()), _lean_node() if is_cpu else nullcontext():
         ray.init(
             address="local",
             num_cpus=max(os.cpu_count() or 1, slots + _DRIVER_CPUS),
@@ -149,6 +182,36 @@ def _init_embedded(slots: int, directory: Path) -> None:
             resources={_EMBEDDED: 1},
             _temp_dir=str(directory),
         )
+
+
+@contextmanager
+def _lean_node() -> Iterator[None]:
+    """Start Ray without its services that no run uses, inside the block. ``ray.init`` has no parameters for them.
+
+    The monitor of the autoscaler, the log monitor (``worker_logs`` reads the files) and the server of the dashboard
+    take four seconds of processor time. Ray asks without a pause whether the node has registered, and gives up after 30
+    seconds: here it waits for longer, with pauses.
+    """
+    replaced = parameter.RayParams, services.start_api_server, services.get_node
+
+    def registered_node(*words: Any) -> Any:
+        deadline = Deadline(_NODE_TIMEOUT_S, "Ray's node to register")
+        while True:
+            try:
+                return replaced[2](*words)
+            except RuntimeError:  # not yet
+                if deadline.remaining <= 0:
+                    raise
+                time.sleep(_LOOK_EVERY_S)
+
+    is_forked = {"setup_worker_path": worker_launcher.__file__} if worker_launcher.WORKER_FORKS in os.environ else {}
+    parameter.RayParams = partial(replaced[0], no_monitor=True, include_log_monitor=False, **is_forked)
+    services.start_api_server = lambda *_, **__: ("", None)
+    services.get_node = registered_node
+    try:
+        yield
+    finally:
+        parameter.RayParams, services.start_api_server, services.get_node = replaced
 
 
 @contextmanager

@@ -25,10 +25,12 @@ def test_the_variable_that_this_ray_reads_for_a_vendor_is_set(variable: str) -> 
 
 _COUNT = """
 import os
+import sys
 import ray
 from argparse import Namespace
 from slime.ray.run.cluster import running_cluster, worker_env
 args = Namespace(debug_train_only=True, debug_rollout_only=False, world_size=2, rollout_external=False, colocate=False)
+vars(args).update(engines_port=None, train_backend="megatron", output_dir=sys.argv[1], experiment_name="run")
 with running_cluster(args):
     seen = ray.remote(lambda: os.environ["CUDA_VISIBLE_DEVICES"]).options(runtime_env={"env_vars": worker_env()})
     niceness = ray.remote(lambda: os.nice(0)).remote()
@@ -38,10 +40,10 @@ with running_cluster(args):
 
 
 @pytest.mark.parametrize("hidden", ["", "-1"])
-def test_hidden_gpus_leave_the_logical_slots_of_a_cpu_alone_and_stay_hidden(hidden: str) -> None:
+def test_hidden_gpus_leave_the_logical_slots_of_a_cpu_alone_and_stay_hidden(hidden: str, tmp_path: Path) -> None:
     env = {"CUDA_VISIBLE_DEVICES": hidden, "SLIME_ACCELERATOR": "cpu"}
     done = subprocess.run(
-        [sys.executable, "-c", _COUNT],
+        [sys.executable, "-c", _COUNT, str(tmp_path)],
         env=os.environ | env,
         capture_output=True,
         text=True,
