@@ -33,6 +33,15 @@ def test_a_train_step_and_a_bare_loop_of_megatron_take_turns() -> None:
     assert found["ratio"] > 0
 
 
+def test_samples_of_one_prompt_take_turns_with_the_same_samples_apart() -> None:
+    words = ("benchmarks/shared_prefixes.py", "--rounds", "1", "--samples", "4", "--scale", "0.1")
+    found = result_of(*words)
+    assert (found["tokens"], found["unique_share"]) == (4 * 120, 0.375)
+    # counted bytes: they do not depend on the machine
+    assert 0.3 < found["memory_ratio"] < 0.7
+    assert result_of(*words, "--kernels")["ratio"] > 0
+
+
 def test_log_probs_take_the_memory_of_one_chunk() -> None:
     words = ("--rows", "128", "--vocabulary", "4000", "--chunk", "32")
     found = result_of("benchmarks/logprob_memory.py", *words)
