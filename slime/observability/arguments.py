@@ -55,7 +55,8 @@ class OutputArgs:
     log_metric_lines: bool = field(
         default=False,
         metadata={
-            "help": "Write metrics to the log as well: 'rollout 3: {...}', 'perf 3: ...', 'step 7: ...', 'eval 3: ...'."
+            "help": "Show the metrics of run.log on the terminal: 'rollout 3: {...}', 'perf 3: ...', 'step 7: ...', "
+            "'eval 3: ...'."
         },
     )
     log_passrate: bool = field(

@@ -11,7 +11,7 @@ import logging
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from slime.observability.tracking import Tracker
@@ -21,13 +21,10 @@ __all__ = ["collecting", "configure_logger", "finish_tracking", "init_tracking",
 logger = logging.getLogger(__name__)
 
 
-class _Log(Protocol):
-    def log(self, metrics: Mapping[str, Any], step_key: str) -> None: ...
-
-
 _LOGGER_CONFIGURED = False
 _TRACKER: Tracker | None = None
-_COLLECTOR: _Log | None = None
+_COLLECTORS: list[_Collector] = []
+_HAS_WARNED = False
 
 
 class LineFormatter(logging.Formatter):
@@ -71,11 +68,17 @@ def init_tracking(args: Namespace, primary: bool = True, **kwargs: Any) -> None:
 def log(args: Namespace, metrics: Mapping[str, Any], step_key: str) -> None:
     """Write ``metrics``, which hold their step under ``step_key``.
 
-    Only in the process that called ``init_tracking``, or below :func:`collecting`.
+    In the process that called ``init_tracking``, or below :func:`collecting`: in rollout, evaluation and log functions.
+    Elsewhere they are lost, with a warning.
     """
-    target = _COLLECTOR or _TRACKER
+    global _HAS_WARNED
+    target = _COLLECTORS[-1] if _COLLECTORS else _TRACKER
     if target is not None:
         target.log(metrics, step_key)
+    elif not _HAS_WARNED:
+        _HAS_WARNED = True
+        names = ", ".join(name for name in metrics if name != step_key)
+        logger.warning("metrics are lost, because this process has no tracker: %s", names)
 
 
 class _Collector:
@@ -90,15 +93,15 @@ class _Collector:
 def collecting() -> Iterator[dict[str, Any]]:
     """Collect the metrics that the block logs, without their steps, instead of writing them.
 
-    For functions of the user that run in a process other than the driver's: the caller sends the metrics there.
+    For functions of the user that run in a process other than the driver's: the caller sends the metrics there. Of
+    blocks in several threads the last one that began gets the metrics of all.
     """
-    global _COLLECTOR
-    outer, collector = _COLLECTOR, _Collector()
-    _COLLECTOR = collector
+    collector = _Collector()
+    _COLLECTORS.append(collector)
     try:
         yield collector.metrics
     finally:
-        _COLLECTOR = outer
+        _COLLECTORS.remove(collector)
 
 
 def finish_tracking(args: Namespace) -> None:

@@ -112,6 +112,13 @@ _ROLLOUT = (
     _M("rollout/left_over_groups", "groups that went back to the data source", "prompts", _COUNT, "over-sampling"),
     _M("rollout/left_over_tokens", "what they keep for the next rollout", "tokens", "sum", "--partial-rollout"),
     _M("rollout/dropped_samples", "samples of trailing rollouts that fill no step", "samples", _COUNT),
+    _M(
+        "rollout/unique_token_share",
+        "tokens that pass the trained model, over those of the samples",
+        "share",
+        "sum over sum",
+        "--share-prefixes",
+    ),
     _M("rollout/failed_samples", "samples that were given up", "samples", _COUNT, "some were"),
     _M("rollout/failed_generations", "attempts that raised and were repeated", "attempts", _COUNT, "some did"),
     _M(
@@ -193,6 +200,13 @@ _EVAL = (
 
 _PERF = (
     _M("perf/rollout_time", "from the request for a rollout to its shards", "s", _WALL),
+    _M(
+        "perf/tail_time",
+        "from the end of 95 % of the rollout's samples to that of the last one",
+        "s",
+        _WALL,
+        "the default rollout",
+    ),
     _M("perf/train_time", "training of a rollout, all ranks", "s", _WALL),
     _M("perf/train_wait_time", "from the end of one training to the begin of the next", "s", _WALL),
     _M("perf/step_time", "the two together", "s", _WALL),

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TextIO
 
 from slime.observability.logging_utils import LineFormatter
-from slime.observability.terminal import TERMINAL
+from slime.observability.terminal import SHOWN_LINES, TERMINAL
 
 FILE = "run.log"
 
@@ -25,7 +25,6 @@ _MOST_WAITING = 10_000  # lines before the folder is known
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 _LINE = re.compile(r"\[[\d-]+ [\d:]+ ?(?P<who>[^\]]*)\] (?P<level>[A-Z]+) (?P<place>\S+) - (?P<text>.*)")
 _SHOWN = {"WARNING": "warning", "ERROR": "error", "CRITICAL": "error"}
-_METRIC_LINES = "slime.observability.metric_lines"  # --log-metric-lines asks for them on the terminal
 _NUMBERS = re.compile(r"\d+")
 
 
@@ -127,7 +126,7 @@ class _Handler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             RUN_LOG.write(self.format(record).splitlines())
-            if record.name == _METRIC_LINES:
+            if record.name == SHOWN_LINES:
                 TERMINAL.line(record.getMessage())
             elif record.levelno >= logging.WARNING:
                 level = "warning" if record.levelno < logging.ERROR else "error"

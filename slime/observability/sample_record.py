@@ -90,7 +90,8 @@ def record_rollout(
     if limit > 0:
         path = record_file(run, kind, rollout_id)
         with _excused(path):
-            if kind == "rollout":
+            # Not in every rollout: the folder has the files of all of them, so its list grows.
+            if kind == "rollout" and path.exists():
                 _forget_training(run, rollout_id)
             rows = [_row(position, sample, reward_key) for position, sample in enumerate(islice(samples, limit))]
             if writer is None:

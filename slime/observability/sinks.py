@@ -20,6 +20,7 @@ from typing import Any
 
 from slime.observability.metric_table import describe
 from slime.observability.run_info import hide_secrets, plain_settings
+from slime.observability.terminal import SHOWN_LINES
 from slime.utils.errors import ConfigError
 from slime.utils.files import replacing
 
@@ -66,7 +67,6 @@ def _json(value: Any) -> Any:
 
 
 logger = logging.getLogger(__name__)
-_lines = logging.getLogger("slime.observability.metric_lines")
 
 _CRITIC = "train/critic-"
 
@@ -75,14 +75,20 @@ class LogSink:
     """Lines of the log, for scripts that grep them: ``rollout 3: {...}``, ``perf 3: {...}``, ``step 7: {...}``.
 
     One line per record and kind. Names keep their prefix.
+
+    Args:
+        is_shown: whether the terminal shows the lines, too (``run_log``).
     """
+
+    def __init__(self, *, is_shown: bool) -> None:
+        self._lines = logging.getLogger(SHOWN_LINES) if is_shown else logger
 
     def log(self, metrics: Mapping[str, Any], step_key: str, step: int) -> None:
         kinds: dict[str, dict[str, Any]] = {}
         for name, value in metrics.items():
             kinds.setdefault(_kind(name), {})[name] = value
         for kind, values in kinds.items():
-            _lines.info("%s %d: %s", kind, step, values)
+            self._lines.info("%s %d: %s", kind, step, values)
 
     def close(self) -> None:
         """Does nothing, because no file is open."""

@@ -15,6 +15,9 @@ from contextlib import contextmanager
 WIDE = 100
 NARROW = 80
 
+SHOWN_LINES = "slime.observability.shown_lines"
+"""Logger whose records the terminal shows as they are."""
+
 _CLEAR = "\r\x1b[K"
 _DRAW_EVERY_S = 0.5
 

@@ -16,17 +16,21 @@ import urllib.parse
 import urllib.request
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
+from slime.data.ledger import ledger_path
 from slime.data.sample import Sample
-from slime.observability.sample_record import BackgroundWriter
+from slime.data.schedule import SCHEDULE, Schedule
+from slime.observability.sample_record import BackgroundWriter, record_rollout
 from slime.observability.trace_utils import SPAN_ID, is_exported
+from slime.observability.tracking import run_directory
 
 logger = logging.getLogger(__name__)
 
 _PATH = "/v1/traces"
 _SPANS_AT_ONCE = 1000
 _TIMEOUT_S = 10.0
+_FLUSH_TIMEOUT_S = 5.0
 _MOST_WAITING = 16  # rollouts
 _LONGEST_TEXT = 2000
 _ERROR = 2  # STATUS_CODE_ERROR
@@ -140,3 +144,34 @@ def _value(value: Any) -> dict[str, Any]:
     if isinstance(value, float):
         return {"doubleValue": value}
     return {"stringValue": str(value)[:_LONGEST_TEXT]}
+
+
+class FinishedSamples:
+    """The destinations of samples when a rollout or evaluation has ended: ``<run>/samples`` and ``--trace-endpoint``.
+
+    Writes and sends in threads: the caller waits only while a disk is far behind. In deterministic mode rollouts also
+    go into the schedule (``slime.data.schedule``).
+    """
+
+    def __init__(self, args: Namespace) -> None:
+        self._args = args
+        self._records = BackgroundWriter()
+        self._traces = TraceExporter(args)
+        if args.deterministic_mode:
+            Schedule.current = Schedule(ledger_path(args.save, run_directory(args)).with_name(SCHEDULE))
+
+    def write(self, samples: Sequence[Sample], rollout_id: int, kind: Literal["rollout", "eval"]) -> None:
+        self._traces.export(samples)
+        if Schedule.current is not None and kind == "rollout":
+            Schedule.current.batch(rollout_id, samples)
+        run, limit = run_directory(self._args), self._args.record_samples
+        key = self._args.reward_key
+        record_rollout(
+            run, samples, rollout_id=rollout_id, limit=limit, reward_key=key, kind=kind, writer=self._records
+        )
+
+    def flush(self) -> None:
+        """Wait for the last files and spans."""
+        if not self._records.flush(_FLUSH_TIMEOUT_S):
+            logger.warning("the last files in <run>/samples were not written in %g s", _FLUSH_TIMEOUT_S)
+        self._traces.flush(_FLUSH_TIMEOUT_S)

@@ -172,7 +172,7 @@ def is_exported(trace_id: str, share: float) -> bool:
     return _TRACE_ID.fullmatch(trace_id) is not None and int(trace_id[-8:], 16) < share * 16**8
 
 
-def trace_headers(args: Namespace, sample: Sample) -> dict[str, str]:
+def trace_headers(args: Namespace, target: Sample | TraceHandle) -> dict[str, str]:
     """``traceparent`` of a request, inside the span of the request. Empty without ``--trace-endpoint``.
 
     Its last field is 00 for a trace that is not exported: engines record no spans for it.
@@ -180,7 +180,7 @@ def trace_headers(args: Namespace, sample: Sample) -> dict[str, str]:
     settings = vars(args)
     if settings.get("trace_endpoint") is None:
         return {}
-    known = export_trace(bind_trace(sample))
+    known = export_trace(target if isinstance(target, TraceHandle) else bind_trace(target))
     trace_id, span_id = str(known["trace_id"]), str(known["parent_span_id"])
     if not (_TRACE_ID.fullmatch(trace_id) and SPAN_ID.fullmatch(span_id)):
         return {}  # ids of a user's own trace
@@ -210,7 +210,7 @@ def trace_span(
 
     Args:
         target: a sample, a handle, or a nested list of them. For anything else nothing is recorded, and the block gets
-            the target itself.
+            a span without an effect.
         record_error: an exception that leaves the block is noted with its type and message. It propagates either way.
     """
     return _SpanBlock(target, name, attrs, record_error)
@@ -231,7 +231,7 @@ class _SpanBlock(AbstractContextManager[Any]):
         target = self._target
         handles = [bind_trace(target)] if type(target) is Sample else _handles(target)  # the common case by itself
         if not handles:
-            return target
+            return TraceSpanContext(self._name, time.time())
         span = _quietly(_open_span, handles, self._name, dict(self._attrs or {}))
         # A span that could not be opened still accepts attributes.
         self._span = span = span or TraceSpanContext(self._name, time.time())

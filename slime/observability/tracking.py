@@ -4,7 +4,7 @@
     jsonl         always                                        <output-dir>/<experiment>/metrics.jsonl
     tensorboard   unless --use-wandb is the only choice         the run's folder; tensorboard_log/<project>/<experiment>
                                                                 with --use-tensorboard; TENSORBOARD_DIR beats both
-    log           --log-metric-lines                            the driver's output
+    log           always                                        run.log; the terminal with --log-metric-lines
     wandb         --use-wandb                                   its own folder or server
     prometheus    --metrics-port                                http://<driver>:<port>/metrics
     others        --trackers mlflow swanlab trackio             their own folders or servers
@@ -180,8 +180,7 @@ def _chosen_sinks(args: Namespace, directory: Path, started: str) -> Iterator[Si
     if events is not None:
         yield TensorboardSink(events)
         logger.info("metrics: %s; curves: tensorboard --logdir %s", directory / "metrics.jsonl", events)
-    if args.log_metric_lines:
-        yield LogSink()
+    yield LogSink(is_shown=args.log_metric_lines)
     if args.use_wandb:
         yield WandbSink(args)
     if args.metrics_port is not None:

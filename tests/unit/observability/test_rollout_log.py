@@ -74,6 +74,15 @@ def test_collecting_ends_with_its_block_also_after_an_error() -> None:
     assert (inner, outer) == ({"a": 1}, {"b": 1})
 
 
+def test_metrics_without_a_tracker_are_a_warning(caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
+    monkeypatch.setattr(logging_utils, "_HAS_WARNED", False)
+    for _ in range(2):
+        logging_utils.log(Namespace(), {"a": 1, "s": 0}, "s")
+    assert [record.getMessage() for record in caplog.records] == [
+        "metrics are lost, because this process has no tracker: a"
+    ]
+
+
 def test_turns_are_measured_with_and_without_the_environments_words() -> None:
     samples = [
         sample(8, loss_mask=[1, 1, 0, 0, 0, 0, 1, 1], metadata={"round_number": 3}),

@@ -85,7 +85,7 @@ def test_truncation_repetition_and_cache_are_shares() -> None:
 def test_speculation_is_reported_only_when_the_engine_speculates() -> None:
     one = sample()
     one.spec_info.add(
-        {"spec_accept_token_num": 3, "spec_draft_token_num": 4, "spec_verify_ct": 2, "completion_tokens": 6}
+        {"spec_num_correct_drafts": 3, "spec_num_proposed_drafts": 4, "spec_verify_ct": 2, "completion_tokens": 6}
     )
     metrics = compute_metrics_from_samples(settings(), [one])
     assert (metrics["spec_accept_rate"], metrics["spec_accept_length"]) == (0.75, 3.0)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from slime.data.sample import Sample
-from slime.observability import run_info
+from slime.observability import run_info, sample_record
 from slime.observability.run_info import (
     FILE,
     RunInfo,
@@ -255,6 +255,7 @@ def test_a_sample_that_cannot_be_recorded_stops_nothing(tmp_path: Path, caplog: 
 
 def test_a_rollout_that_is_made_again_forgets_what_was_trained_on_it_before(tmp_path: Path) -> None:
     columns = {"partition": [0], "sample_indices": [0], "rewards": [0.5]}
+    record_rollout(tmp_path, [sample(0)], rollout_id=3, limit=1, reward_key=None)
     for rank in (0, 1):
         record_training(tmp_path, columns, rollout_id=3, limit=1, data_parallel_rank=rank)
     record_training(tmp_path, columns, rollout_id=4, limit=1, data_parallel_rank=0)
@@ -263,6 +264,14 @@ def test_a_rollout_that_is_made_again_forgets_what_was_trained_on_it_before(tmp_
     record_rollout(tmp_path, [sample(0)], rollout_id=3, limit=1, reward_key=None)
     assert train_files(tmp_path, 3) == []
     assert len(train_files(tmp_path, 4)) == 1
+
+
+def test_a_new_rollout_does_not_list_the_files_of_earlier_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    listed: list[int] = []
+    monkeypatch.setattr(sample_record, "train_files", lambda run, rollout_id: listed.append(rollout_id) or [])
+    for rollout_id in (0, 1, 1):
+        record_rollout(tmp_path, [sample(0)], rollout_id=rollout_id, limit=1, reward_key=None)
+    assert listed == [1]
 
 
 @pytest.mark.parametrize("text", [None, "{", json.dumps({"driver": "x"})])

@@ -21,9 +21,9 @@ from slime.data.sample import Sample
 from slime.observability import metric_table
 from slime.observability.arguments import OutputArgs, ProfileArgs
 from slime.observability.metric_table import METRICS, MetricEntry, describe
+from slime.observability.metric_utils import Work, perf_metrics, warn_if_mismatched
 from slime.observability.profile_utils import TrainProfiler
 from slime.observability.rollout_metrics import log_rollout_data
-from slime.observability.step_metrics import Work, perf_metrics, warn_if_mismatched
 from slime.observability.trace_utils import trace_span
 from slime.utils.errors import ConfigError
 from tools.make_metrics_docs import PAGE, page

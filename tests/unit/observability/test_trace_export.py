@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import logging
 import subprocess
@@ -15,53 +14,20 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
-from google.protobuf import json_format
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from slime.data.sample import Sample
 from slime.observability.trace_export import TraceExporter, otlp_spans
 from slime.observability.trace_utils import bind_trace, is_exported, trace_event, trace_headers, trace_span
 from slime.utils.deadline import Deadline, wait_until
 from slime.utils.net import free_port
-
-
-class Collector:
-    """An OTLP receiver: it parses the JSON as the messages of opentelemetry-proto."""
-
-    def __init__(self, status: int = 200) -> None:
-        self.spans: list[Any] = []
-        self.headers: list[dict[str, str]] = []
-        self.paths: list[str] = []
-        outer = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                outer.paths.append(self.path)
-                outer.headers.append({name.lower(): value for name, value in self.headers.items()})
-                for scope in body["resourceSpans"][0]["scopeSpans"]:
-                    for span in scope["spans"]:
-                        # OTLP writes ids in hexadecimal, the JSON of protobuf in base64.
-                        for name in ("traceId", "spanId", "parentSpanId"):
-                            span[name] = base64.b64encode(bytes.fromhex(span[name])).decode()
-                request = json_format.ParseDict(body, ExportTraceServiceRequest())
-                outer.spans += request.resource_spans[0].scope_spans[0].spans
-                self.send_response(status)
-                self.end_headers()
-
-            def log_message(self, *_: Any) -> None: ...
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+from tests.unit.observability.collector import Collector
 
 
 @pytest.fixture
 def collector() -> Iterator[Collector]:
     made = Collector()
     yield made
-    made.server.shutdown()
-    made.server.server_close()
+    made.stop()
 
 
 def settings(url: str | None, share: float = 1.0) -> Namespace:
@@ -180,7 +146,7 @@ def test_the_router_passes_the_header_on_to_the_engine() -> None:
 
     with subprocess.Popen([sys.executable, "-m", "sglang_router.launch_router", *flags]) as router:
         try:
-            wait_until(answers, Deadline(60.0, "the router", "--engine-start-timeout"))
+            wait_until(answers, Deadline(600.0, "the router", "--engine-start-timeout"))
         finally:
             router.kill()
             server.shutdown()
@@ -194,8 +160,7 @@ def test_a_collector_that_is_away_or_refuses_is_one_warning(
 ) -> None:
     made = Collector(status or 200)
     if status is None:
-        made.server.shutdown()
-        made.server.server_close()
+        made.stop()
     exporter = TraceExporter(settings(made.url))
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
@@ -203,5 +168,4 @@ def test_a_collector_that_is_away_or_refuses_is_one_warning(
         exporter.flush(20.0)
     assert caplog.text.count("spans are lost") == 1
     if status is not None:
-        made.server.shutdown()
-        made.server.server_close()
+        made.stop()

@@ -17,10 +17,11 @@ import numpy as np
 import pytest
 
 from slime.config.groups import add_group, groups_in
-from slime.config.plan.files import plan_files
+from slime.config.plan.host import plan_files
 from slime.config.resolve import paths
 from slime.observability import arguments, logging_utils, tracking
 from slime.observability.sinks import JsonlSink
+from slime.observability.terminal import SHOWN_LINES
 from slime.observability.tracking import Tracker, create_tracker
 from slime.utils.errors import ConfigError
 from slime.utils.files import RunLock, lock_save
@@ -495,14 +496,18 @@ def test_a_wandb_server_that_is_away_makes_the_run_an_offline_one(
     assert "no route" in caplog.text
 
 
-def test_metrics_are_lines_of_the_log_for_those_who_grep_them(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("flags", [[], ["--log-metric-lines"]])
+def test_metrics_are_lines_of_the_log_for_scripts_that_grep_them(
+    caplog: pytest.LogCaptureFixture, flags: list[str]
+) -> None:
     with caplog.at_level(logging.INFO):
-        tracker = create_tracker(parsed("--log-metric-lines"))
+        tracker = create_tracker(parsed(*flags))
         tracker.log({"rollout/raw_reward": 0.5, "perf/train_time": 2.0, "rollout/step": 3}, "rollout/step")
         tracker.log({"train/loss": 0.25, "train/critic-loss": 1.0, "train/step": 7}, "train/step")
         tracker.close()
-    lines = [record.getMessage() for record in caplog.records if "metrics:" not in record.getMessage()]
-    assert lines == [
+    records = [record for record in caplog.records if "metrics:" not in record.getMessage()]
+    assert {record.name == SHOWN_LINES for record in records} == {bool(flags)}
+    assert [record.getMessage() for record in records] == [
         "rollout 3: {'rollout/raw_reward': 0.5}",
         "perf 3: {'perf/train_time': 2.0}",
         "step 7: {'train/loss': 0.25}",
