@@ -53,9 +53,26 @@ class GenerationArgs:
     mask_offpolicy_in_partial_rollout: bool = field(
         default=False, metadata={"help": "Do not train on the part of a response that an earlier rollout generated."}
     )
+    rollout_longest_first: bool = field(
+        default=False,
+        metadata={
+            "help": "Generate the prompts with the longest responses of the last epoch first: a long response that "
+            "begins last holds up all engines."
+        },
+    )
     max_weight_staleness: int | None = field(
         default=None,
-        metadata={"help": "Fully-async rollouts: largest age, in rollouts, of the weights that began a response."},
+        metadata={
+            "help": "Largest age, in rollouts, of the weights that began a response. train_async.py makes no more "
+            "rollouts ahead than that. 0 gives the results of train.py."
+        },
+    )
+    replay_schedule: str | None = field(
+        default=None,
+        metadata={
+            "metavar": "FILE",
+            "help": "For slime.rollout.scheduled_rollout: the schedule.jsonl whose batches are generated again.",
+        },
     )
     rollout_request_timeout: float | None = field(
         default=None,

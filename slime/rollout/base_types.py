@@ -6,7 +6,7 @@ Called by the rollout manager and by the public functions of this room. Plugins 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -24,10 +24,12 @@ Args = TypeVar("Args")
 _DEFAULTS: dict[str, Any] = {
     **defaults_of((GenerationArgs, RewardModelArgs, FilterArgs, EvalArgs, PromptDataArgs, BatchSizeArgs)),
     # flags and facts of other rooms
+    "deterministic_mode": False,
     "router_policy": None,
     "sglang_dp_size": None,
     "sglang_enable_deterministic_inference": False,
     "sglang_model_routers": None,
+    "update_weights_interval": 1,
     "use_fault_tolerance": False,
     "use_rollout_routing_replay": False,
 }
@@ -35,10 +37,19 @@ _DEFAULTS: dict[str, Any] = {
 
 @dataclass
 class RolloutFnTrainOutput:
-    """A training batch with one entry per prompt, and metrics to log."""
+    """A training batch with one entry per prompt, and metrics to log. It reads like the list of its samples."""
 
     samples: list[SampleGroup]
     metrics: dict[str, Any] | None = None
+
+    def __iter__(self) -> Iterator[SampleGroup]:
+        return iter(self.samples)
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.samples[index]
 
 
 @dataclass

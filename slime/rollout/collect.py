@@ -22,9 +22,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slime.data.sample import Sample, SampleGroup, as_groups, iter_samples
+from slime.data.schedule import record
 from slime.hooks.load import load_function
 from slime.rollout.base_types import Count
-from slime.rollout.engine_request import EngineRequest
+from slime.rollout.engine_request import EngineRequest, abort
 from slime.rollout.failures import FailureBudget, fresh_copy
 from slime.rollout.filters import (
     DynamicFilterOutput,
@@ -34,7 +35,6 @@ from slime.rollout.filters import (
 )
 from slime.utils.async_utils import call_in_thread
 from slime.utils.errors import DataError, DeadlineExceeded, EngineError
-from slime.utils.http_utils import get, post
 
 logger = logging.getLogger(__name__)
 
@@ -46,10 +46,7 @@ _SILENCE_S = 300.0
 # Time for aborted requests to return with their tokens, before their tasks are cancelled.
 _PATIENCE_S = 2.0
 _REPEAT_S = 0.1
-_REQUEST_TIMEOUT_S = 5.0
 _CANCEL_TIMEOUT_S = 10.0
-# Concurrent abort requests: each id goes to every engine, because the router does not show which engine has it.
-_MOST_AT_ONCE = 64
 
 Fetch = Callable[[int], Sequence[Any]]
 Submit = Callable[[list[SampleGroup]], list[asyncio.Task[Any]]]
@@ -224,6 +221,8 @@ async def collect(
         await stop()
     unfinished = [_unfinished(task, prompt, plan.keeps_responses) for task, prompt in progress.prompts.items()]
     result.left_over = sorted(unfinished, key=first_index)
+    if plan.keeps_responses:
+        record("aborted", result.left_over)
     late = [group for group in map(_finished_too_late, progress.prompts) if group is not None]
     result.all_groups = sorted(result.all_groups + late, key=first_index)
     result.groups.sort(key=first_index)
@@ -350,7 +349,7 @@ async def end_tasks(
     Never raises, because it also runs after the death of an engine.
 
     Args:
-        workers_url: route of the router that lists the engines. The router has no route for aborts.
+        workers_url: route of the router that lists the engines.
         requests: the requests to abort, read again in every round; None: all requests of the engines.
 
     Returns:
@@ -378,15 +377,13 @@ async def _abort_requests(
     requests: Collection[EngineRequest] | None,
 ) -> None:
     started = time.monotonic()
-    slots = asyncio.Semaphore(_MOST_AT_ONCE)
     sent: set[str] = set()
     # Repeated, because a request may be on its way to the engine while the others are aborted.
     while time.monotonic() - started < patience_s and not all(task.done() for task in running):
         try:
-            workers = (await get(workers_url, timeout_s=_REQUEST_TIMEOUT_S))["workers"]
-            bodies = [{"abort_all": True}] if requests is None else [{"rid": rid} for rid in _rids(requests, sent)]
-            await asyncio.gather(*(_abort(worker["url"], body, slots) for worker in workers for body in bodies))
-        except (EngineError, DeadlineExceeded, KeyError, TypeError) as error:
+            everything = [{"abort_all": True}]
+            await abort(workers_url, everything if requests is None else [{"rid": r} for r in _rids(requests, sent)])
+        except (EngineError, DeadlineExceeded) as error:
             # The caller disconnects them, and engines drop the requests of closed connections.
             logger.warning("running requests could not be aborted and are disconnected instead: %s", error)
             return
@@ -399,12 +396,6 @@ def _rids(requests: Collection[EngineRequest], sent: set[str]) -> list[str]:
     rids = [rid for request in requests for rid in request.rids if rid not in sent or rid == request.rids[-1]]
     sent.update(rids)
     return rids
-
-
-async def _abort(url: str, body: dict[str, Any], slots: asyncio.Semaphore) -> None:
-    async with slots:
-        # Without a second attempt: the caller disconnects requests that it cannot abort.
-        await post(f"{url}/abort_request", body, max_retries=0, timeout_s=_REQUEST_TIMEOUT_S)
 
 
 async def gather(tasks: list[asyncio.Task[Any]]) -> list[Any]:

@@ -27,7 +27,7 @@ from slime.rollout.source_state import (
     changes,
     fingerprint,
     group_from_dicts,
-    group_to_dicts,
+    groups_to_dicts,
     read_state,
     state_path,
     write_state,
@@ -300,7 +300,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         return len(self.buffer)
 
     def _state(self) -> dict[str, Any]:
-        return super()._state() | {"buffer": [group_to_dicts(group) for group in self.buffer]}
+        return super()._state() | {"buffer": groups_to_dicts(self.buffer)}
 
     def _set_state(self, state: dict[str, Any]) -> None:
         super()._set_state(state)

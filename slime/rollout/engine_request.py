@@ -1,15 +1,17 @@
 """Generation requests: flags and a sample in, an :class:`EngineRequest` out; reply and response without its stop token.
 
-Used for whole and for streamed requests, and by agents' adapters. No function of this module waits or sends.
+Used for whole and for streamed requests, and by agents' adapters. Only :func:`send` and :func:`abort` wait.
 """
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import json
+import logging
 import math
 from argparse import Namespace
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,21 +29,33 @@ from slime.data.sampling_mask import LACKS_SETS, REPLAY_TOP_K, cuts_vocabulary, 
 from slime.data.served_adapter import adapter_fields
 from slime.rollout.direct_engines import PAST_THE_ROUTER
 from slime.rollout.eval_config import EvalDatasetConfig
-from slime.utils.errors import DataError, EngineError
-from slime.utils.http_utils import Url
+from slime.utils.errors import DataError, DeadlineExceeded, EngineError
+from slime.utils.http_utils import Url, get, post
+
+logger = logging.getLogger(__name__)
 
 _RETRIES = 8  # with the pauses of http_utils about 20 s, then the engines count as dead
 _LONGEST_PAUSE_S = 5.0  # of http_utils, seconds between two attempts
+_ABORT_TIMEOUT_S = 5.0
+# Concurrent abort requests: each id goes to every engine, because the router does not show which engine has it.
+_MOST_ABORTS = 64
+_IS_COPY = "Duplicate request ID"  # SGLang's refusal of an id that it already runs
 
 
 @dataclass(frozen=True, eq=False)
 class EngineRequest:
-    """A request that can be sent several times. ``rids`` are the ids of its attempts."""
+    """A request that can be sent several times.
+
+    Attributes:
+        rids: the ids of its attempts.
+        workers_url: route of the router that lists the engines.
+    """
 
     url: Url
     payload: dict[str, Any]
     headers: dict[str, str] | None
     rids: list[str] = field(default_factory=list)
+    workers_url: str = ""
 
     @property
     def goes_past_the_router(self) -> bool:
@@ -52,6 +66,45 @@ class EngineRequest:
         """The payload with a new id."""
         self.rids.append(uuid4().hex)  # a lost attempt may still be running under its id
         return self.payload | {"rid": self.rids[-1]}
+
+
+async def send(request: EngineRequest, call: Callable[..., Awaitable[Any]], **options: Any) -> Any:
+    """``await call(url, payload, **options)``, with ``post`` or ``receive_stream`` of ``http_utils``.
+
+    The router repeats a request whose connection broke under the same id, and the engine refuses the copy while the
+    first one still runs. The reply to that one is lost: it is aborted, and another attempt gets a new id.
+    """
+    for _ in range(_RETRIES):
+        try:
+            return await call(request.url, request.new_attempt, **options)
+        except EngineError as error:
+            if _IS_COPY not in str(error):
+                raise
+        try:
+            await abort(request.workers_url, [{"rid": request.rids[-1]}])
+        except (EngineError, DeadlineExceeded) as error:  # it runs to its end, without a reader
+            logger.warning("request %s could not be aborted: %s", request.rids[-1], error)
+    return await call(request.url, request.new_attempt, **options)
+
+
+async def abort(workers_url: str, bodies: Sequence[dict[str, Any]]) -> None:
+    """Send each body to ``/abort_request`` of every engine. The router has no route for aborts.
+
+    Raises:
+        EngineError, DeadlineExceeded: the list or an engine did not answer.
+    """
+    slots = asyncio.Semaphore(_MOST_ABORTS)
+
+    async def tell(url: str, body: dict[str, Any]) -> None:
+        async with slots:
+            # Without a second attempt: callers do without those that do not arrive.
+            await post(f"{url}/abort_request", body, max_retries=0, timeout_s=_ABORT_TIMEOUT_S)
+
+    try:
+        urls = [worker["url"] for worker in (await get(workers_url, timeout_s=_ABORT_TIMEOUT_S))["workers"]]
+    except (KeyError, TypeError) as error:
+        raise EngineError(f"GET {workers_url} did not list engines: {error!r}") from error
+    await asyncio.gather(*(tell(url, body) for url in urls for body in bodies))
 
 
 def request_retries(args: Any) -> int:
@@ -79,17 +132,19 @@ def train_sampling_params(args: Any) -> dict[str, Any]:
     }
 
 
-def eval_sampling_params(config: EvalDatasetConfig) -> dict[str, Any]:
-    """``sampling_params`` of one evaluation set."""
+def eval_sampling_params(config: EvalDatasetConfig, of_training: Mapping[str, Any]) -> dict[str, Any]:
+    """``sampling_params`` of one evaluation set. What ends a response, and its text, is as in training by default."""
     optional = {"repetition_penalty": config.repetition_penalty, "min_new_tokens": config.min_new_tokens}
     return {
         "temperature": config.temperature,
         "top_p": config.top_p,
         "top_k": config.top_k,
         "max_new_tokens": config.max_response_len,
-        "stop": config.stop,
-        "stop_token_ids": config.stop_token_ids,
-        "skip_special_tokens": bool(config.skip_special_tokens),
+        "stop": of_training["stop"] if config.stop is None else config.stop,
+        "stop_token_ids": of_training["stop_token_ids"] if config.stop_token_ids is None else config.stop_token_ids,
+        "skip_special_tokens": of_training["skip_special_tokens"]
+        if config.skip_special_tokens is None
+        else config.skip_special_tokens,
         "no_stop_trim": True if config.no_stop_trim is None else config.no_stop_trim,
         "spaces_between_special_tokens": False,
     } | {name: value for name, value in optional.items() if value is not None}
@@ -177,7 +232,8 @@ def build_request(
     # All requests of a session go to the engine whose cache holds its earlier tokens.
     if sample.session_id and args.router_policy == "consistent_hashing":
         headers = {"X-SMG-Routing-Key": sample.session_id}
-    return EngineRequest(f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate", payload, headers)
+    router = f"http://{args.sglang_router_ip}:{args.sglang_router_port}"
+    return EngineRequest(f"{router}/generate", payload, headers, workers_url=f"{router}/workers")
 
 
 def response_room(max_context_len: int | None, sample: Sample, num_tokens: int, max_new_tokens: int) -> int:

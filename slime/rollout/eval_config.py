@@ -39,7 +39,7 @@ _FALLBACKS: dict[str, tuple[str, ...]] = {
     "metadata_key": ("metadata_key",),
     "apply_chat_template": ("apply_chat_template",),
     "apply_chat_template_kwargs": ("apply_chat_template_kwargs",),
-    "custom_rm_path": ("custom_rm_path",),
+    "custom_rm_path": ("eval_custom_rm_path", "custom_rm_path"),
     "multimodal_keys": ("multimodal_keys",),
 }
 """Field of a set -> attributes of ``args``; the first that is not None decides."""
@@ -94,6 +94,8 @@ class EvalDatasetConfig:
     is_from_file: bool = False
 
     def __post_init__(self) -> None:
+        if self.min_eval_samples is not None and self.min_eval_samples < 1:
+            raise ValueError(f"evaluation set {self.name}: min_eval_samples {self.min_eval_samples} must be at least 1")
         if self.metadata_overrides is None:
             self.metadata_overrides = {}
         if not isinstance(self.metadata_overrides, Mapping):

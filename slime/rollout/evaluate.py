@@ -14,7 +14,7 @@ from slime.data.media import load_processor
 from slime.data.prompts import Dataset
 from slime.data.sample import Sample, iter_samples
 from slime.rollout.base_types import Count
-from slime.rollout.engine_request import eval_sampling_params
+from slime.rollout.engine_request import eval_sampling_params, train_sampling_params
 from slime.rollout.eval_config import EvalDatasetConfig
 from slime.rollout.failures import FailureBudget, failed_reward, fresh_copy, give_up, reward_keys
 from slime.utils.errors import DataError
@@ -96,7 +96,7 @@ async def _evaluate_set(
     on_finished: Callable[[list[Any]], None],
 ) -> list[Sample]:
     """The finished samples of a set, which are all samples unless the set ends early."""
-    params = eval_sampling_params(config)
+    params = eval_sampling_params(config, train_sampling_params(args))
     finished: asyncio.Queue[asyncio.Task[list[Any]]] = asyncio.Queue()
     tasks: dict[asyncio.Task[list[Any]], int] = {}
     # All groups start at once. The slots of the generation limit the running samples.

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from slime.data.sample import Sample, iter_samples
+from slime.data.schedule import record
 from slime.observability.trace_utils import trace_next_attempt
 from slime.utils.errors import DataError, RequestExpired, RequestRefused, SlimeError
 
@@ -78,8 +79,9 @@ def without_response(sample: Sample) -> Sample:
     blank = Sample()
     for name in _GENERATED:
         setattr(copied, name, getattr(blank, name))
-    # An attribute that only some samples have, not a field.
-    vars(copied).pop("stop_text", None)
+    # Attributes that only some samples have, not fields.
+    for name in ("stop_text", "parts"):
+        vars(copied).pop(name, None)
     copied.tokens = sample.tokens[: len(sample.tokens) - sample.response_length]
     copied.metadata.pop("start_rollout_id", None)
     return copied
@@ -147,6 +149,8 @@ class Attempts:
             trace_next_attempt(sample)
             if is_last:
                 give_up(sample, "generate", error, message)
+        if not is_last:
+            record("retried", self._samples)
         self._is_over = is_last
 
 

@@ -27,6 +27,7 @@ from collections.abc import Callable
 from typing import Any
 
 from slime.data.sample import Sample, SampleGroup, iter_samples
+from slime.data.schedule import record
 from slime.hooks.load import load_function
 from slime.rollout.base_types import RolloutFnTrainOutput, complete_args
 from slime.rollout.collect import Drops, apply_filter, call_batch_hooks, first_index, log_sample
@@ -225,6 +226,7 @@ class AsyncRolloutWorker:
             self._on_failure(gid, error)
         elif any(sample.status is Sample.Status.ABORTED for sample in iter_samples(task.result())):
             self._prompts.pop(gid, None)
+            record("aborted", [task.result()])
             self._give_back(task.result())
         else:
             self._failures = 0
@@ -237,6 +239,7 @@ class AsyncRolloutWorker:
         if self._failures >= _MAX_FAILURES_IN_A_ROW:
             self._error = error
         else:
+            record("retried", [self._prompts[gid]])
             self._give_back(self._prompts.pop(gid))
 
     def _give_back(self, group: SampleGroup) -> None:
@@ -281,6 +284,7 @@ def _stop_global_worker() -> None:
 
 async def _generate_rollout_async(args: Namespace, rollout_id: int, data_buffer: Any) -> RolloutFnTrainOutput:
     worker = _get_global_worker(args, data_buffer)
+    worker.release()
     filter_path = args.dynamic_sampling_filter_path
     dynamic_filter = None if filter_path is None else load_function(filter_path, "filter")
     drops = Drops(args.rollout_batch_size)
@@ -301,6 +305,7 @@ async def _generate_rollout_async(args: Namespace, rollout_id: int, data_buffer:
                     metrics["rollout/stale_tokens"] += sum(sample.response_length for sample in iter_samples(group))
                     # Without the tokens of old weights, or the group would be stale again.
                     again = [without_response(sample) for sample in iter_samples(prompt)]
+                    record("stale", [again])
                     await call_in_thread(worker.put_back, again)
                     worker.release(1)
                     _check_not_hopeless(args, rollout_id, metrics["rollout/stale_groups"])
@@ -315,8 +320,10 @@ async def _generate_rollout_async(args: Namespace, rollout_id: int, data_buffer:
                     worker.release(1)
                     drops.add(group, verdict.reason)
     finally:
-        # Also after an error: held groups would occupy the slots of the worker for ever.
-        worker.release()
+        # Also after an error: held groups would occupy the slots of the worker for ever. With the bound 0 they do so
+        # until the next rollout: all that is begun before its weights serve would be too old.
+        if args.max_weight_staleness != 0:
+            worker.release()
     groups.sort(key=first_index)
     log_sample(next(iter_samples(groups)), f"rollout {rollout_id}, first sample")
     await call_batch_hooks(args, groups, all_groups, data_buffer)

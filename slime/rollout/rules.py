@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 from slime.config import notices
 from slime.config.check.generation import MEDIA
+from slime.config.resolve.batches import has_other_terms, is_group_relative
 from slime.data.arguments import PromptDataArgs
 from slime.data.prompts import open_prompts, prompt_key_of
 from slime.data.rows import check_prompt_file, read_file
@@ -104,6 +105,18 @@ def _rewards(args: Namespace) -> Iterator[str]:
         yield (
             f"--rm-type is required: the first row of --prompt-data {path} has neither a label nor "
             f"metadata.rm_type, so the reward of a response is undefined. Give --rm-type or --custom-rm-path."
+        )
+
+
+def _single_samples(args: Namespace) -> Iterator[str]:
+    """Relative to itself the reward of a single sample is zero: something else must give a gradient."""
+    trains = not args.debug_rollout_only and args.num_rollout != 0
+    # functions of the user may return several samples for one
+    is_alone = args.n_samples_per_prompt == 1 and _generates_from_text(args)
+    if trains and is_alone and is_group_relative(args) and not has_other_terms(args):
+        yield (
+            "--n-samples-per-prompt 1 makes every group-relative advantage zero, so nothing would be learned: "
+            "use at least 2, or --disable-rewards-normalization."
         )
 
 
@@ -313,7 +326,7 @@ def _returned_groups(args: Namespace) -> Iterator[str]:
 
 STEPS = (reward_type, chat_template)
 RULES = (
-    *(_files, _stream, _replay, _rewards, _tracing, _evaluation, _http_workers),
+    *(_files, _stream, _replay, _rewards, _single_samples, _tracing, _evaluation, _http_workers),
     *(_training_rows, _evaluation_rows, _epoch, _supervised),
 )
 HOOK_RULES = (_evaluation_hooks, _returned_groups)

@@ -32,18 +32,19 @@ from slime.data.media import has_media, load_processor
 from slime.data.prompts import Dataset
 from slime.data.sample import Sample, SampleGroup, iter_samples
 from slime.data.sampling_mask import sampled_tokens
+from slime.data.schedule import note_part
 from slime.hooks.load import can_be_called, load_function
 from slime.observability.trace_utils import build_sglang_meta_trace_attrs, trace_function, trace_headers, trace_span
 from slime.rollout import collect
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, complete_args
 from slime.rollout.custom_generate import (
     FINISHED,
-    call_generate,
     complete_results,
     evaluates,
     generate_whole_group,
     is_ending,
     takes_group,
+    until_finished,
 )
 from slime.rollout.direct_engines import DirectEngines, with_packed_experts
 from slime.rollout.engine_request import (
@@ -53,11 +54,13 @@ from slime.rollout.engine_request import (
     cut_stop_token,
     prepare_prompt_ids,
     request_retries,
+    send,
     train_sampling_params,
 )
 from slime.rollout.eval_config import EvalDatasetConfig
 from slime.rollout.evaluate import eval_prompts, evaluate
 from slime.rollout.failures import Attempts, is_given_up
+from slime.rollout.long_tail import LongTail
 from slime.rollout.rm_hub.scoring import score, score_group
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks
 from slime.utils.async_utils import Slots, call_in_thread, run
@@ -81,6 +84,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+_TAIL = LongTail()
 _prepare_prompt_ids = prepare_prompt_ids  # the name that plugins import
 
 EVAL_PROMPT_DATASET: dict[Any, Dataset] = {}
@@ -210,8 +214,7 @@ def _warn_of_unknown_model(name: str, known: str) -> None:
 async def generate(args: Namespace, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
     """Generate the response of one sample, or the rest of it.
 
-    Tokens and log-probs are those that the engine sampled, without a second tokenization. ``sampling_params`` stays
-    unchanged.
+    Tokens and log-probs are those of the engine, without a second tokenization. ``sampling_params`` stays unchanged.
 
     Raises:
         DataError: a prompt that cannot be sent.
@@ -224,9 +227,9 @@ async def generate(args: Namespace, sample: Sample, sampling_params: dict[str, A
     state = _state(args)
     attrs = {"max_new_tokens": sampling_params["max_new_tokens"]}
     with trace_span(sample, "sglang_generate", attrs=attrs) as span, state.waiting_for(request):
-        reply = await post(
-            request.url,
-            request.new_attempt,
+        reply = await send(
+            request,
+            post,
             max_retries=request_retries(args),
             headers={**(request.headers or {}), **trace_headers(args, sample)} or None,
             timeout_s=args.rollout_request_timeout,
@@ -236,6 +239,8 @@ async def generate(args: Namespace, sample: Sample, sampling_params: dict[str, A
     span.update(build_sglang_meta_trace_attrs(meta))
     tokens, log_probs = sampled_tokens(meta)
     sample.append_response_tokens(args, tokens=tokens, log_probs=log_probs, text=output["text"], meta_info=meta)
+    if args.deterministic_mode:
+        note_part(sample, meta.get("weight_version"))
     cut_stop_token(args, sample, sampling_params, state.tokenizer, meta.get("finish_reason"))
     return sample
 
@@ -288,6 +293,7 @@ async def generate_and_rm(
     scored: Sample | list[Sample] = await apply_rollout_sample_hooks(args, result, evaluation=evaluation)
     if not args.group_rm:
         await score(args, scored)
+    _TAIL.note_sample(counts=not evaluation and not is_ending(state))
     return scored
 
 
@@ -298,12 +304,9 @@ async def _generate_one(
     what = "generate" if path is None else f"--custom-generate-function-path {path}"
     for attempt in Attempts([sample], retries=args.max_sample_retries, what=what):
         with attempt:
-            if path is None:
-                result: Sample | list[Sample] = await generate(args, sample, dict(sampling_params))
-            else:
-                function = _load(path, "generate")
-                result = await call_generate(function, args, sample, dict(sampling_params), evaluation)
-            complete_results(args, state, [result], [sample], sampling_params, evaluation)
+            function = None if path is None else _load(path, "generate")
+            result = await until_finished(generate, function, args, state, sample, sampling_params)
+            complete_results(args, state, [result], [sample], sampling_params)
             return result
     return sample
 
@@ -327,9 +330,7 @@ async def generate_and_rm_group(
         result = await generate_whole_group(args, state, function, group, sampling_params, evaluation)
     else:
         tasks = [
-            asyncio.create_task(
-                generate_and_rm(args, sample, _seeded(state, sampling_params, i), evaluation=evaluation)
-            )
+            asyncio.create_task(generate_and_rm(args, sample, seeded(state, sampling_params, i), evaluation=evaluation))
             for i, sample in enumerate(group)
         ]
         result = await collect.gather(tasks)
@@ -343,8 +344,8 @@ def _load(path: str, *role: Any) -> Any:
     return load_function(path, *(role if can_be_called(load_function, ("path", "role")) else ()))
 
 
-def _seeded(state: Any, sampling_params: dict[str, Any], position: int) -> dict[str, Any]:
-    params = dict(sampling_params)
+def seeded(state: Any, sampling_params: dict[str, Any], position: int) -> dict[str, Any]:
+    params = sampling_params.copy()
     if state.group_sampling_seeds:
         # Different seeds: with equal seeds deterministic inference repeats the same response.
         params["sampling_seed"] = state.args.rollout_seed + position
@@ -383,8 +384,7 @@ async def generate_rollout_async(
     if not complete_args(args).rollout_global_dataset:
         raise DataError("the default rollout draws from the data source: drop --disable-rollout-global-dataset")
     state = GenerateState(args)
-    filter_path = args.dynamic_sampling_filter_path
-    dynamic_filter = None if filter_path is None else _load(filter_path, "filter")
+    dynamic_filter = (path := args.dynamic_sampling_filter_path) and _load(path, "filter")
     plan = collect.BatchPlan(
         target=args.rollout_batch_size,
         group_size=args.n_samples_per_prompt,
@@ -396,7 +396,7 @@ async def generate_rollout_async(
     try:
         collected = await collect.collect(
             plan,
-            fetch=data_source_get_samples,
+            fetch=_TAIL.begin(data_source_get_samples, longest_first=args.rollout_longest_first),
             submit=state.submit_generate_tasks,
             judge=functools.partial(collect.apply_filter, dynamic_filter, args),
             stop=functools.partial(abort, args, rollout_id),
@@ -404,6 +404,7 @@ async def generate_rollout_async(
         collect.note_start(collected.left_over, rollout_id)
     finally:
         state.reset()
+    collected.metrics |= _TAIL.end(collected.all_groups)
     collect.log_sample(next(iter_samples(collected.groups)), f"rollout {rollout_id}, first sample")
     owner = getattr(data_source_get_samples, "__self__", data_source_get_samples)
     await collect.call_batch_hooks(args, collected.groups, collected.all_groups, owner)

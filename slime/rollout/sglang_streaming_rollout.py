@@ -9,14 +9,16 @@ rollout ends, a sample keeps the received tokens. Otherwise the result is that o
 from __future__ import annotations
 
 from argparse import Namespace
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
 from slime.data.sample import Sample
 from slime.data.sampling_mask import OUTPUT_LISTS, sampled_tokens
+from slime.data.schedule import note_part
 from slime.observability.trace_utils import build_sglang_meta_trace_attrs, trace_headers, trace_span
 from slime.rollout import sglang_rollout
-from slime.rollout.engine_request import EngineRequest, check_reply, cut_stop_token, request_retries
+from slime.rollout.engine_request import EngineRequest, check_reply, cut_stop_token, request_retries, send
 from slime.utils.errors import EngineError
 from slime.utils.http_utils import receive_stream
 
@@ -38,6 +40,7 @@ async def generate_streaming(args: Namespace, sample: Sample, sampling_params: d
     request = await sglang_rollout.prepare_request(args, sample, sampling_params)
     if request is None:
         return sample
+    request = replace(request, payload=request.payload | {"stream": True})
     response = _Response()
 
     def receive(event: Any) -> bool:
@@ -47,10 +50,10 @@ async def generate_streaming(args: Namespace, sample: Sample, sampling_params: d
 
     attrs = {"max_new_tokens": sampling_params["max_new_tokens"]}
     with trace_span(sample, "sglang_generate_stream", attrs=attrs) as span, state.waiting_for(request):
-        await receive_stream(
-            request.url,
-            lambda: request.new_attempt() | {"stream": True},
-            receive,
+        await send(
+            request,
+            receive_stream,
+            receive=receive,
             max_retries=request_retries(args),
             headers={**(request.headers or {}), **trace_headers(args, sample)} or None,
             timeout_s=args.rollout_request_timeout,
@@ -71,10 +74,15 @@ async def generate_streaming(args: Namespace, sample: Sample, sampling_params: d
             meta_info=meta,
             update_terminal_info=is_finished,
         )
+        if args.deterministic_mode:
+            note_part(sample, meta.get("weight_version"))
         cut_stop_token(args, sample, sampling_params, state.tokenizer, meta.get("finish_reason"))
     if not is_finished:
         sample.status = Sample.Status.ABORTED
     return sample
+
+
+generate_streaming.continues_aborted = True  # type: ignore[attr-defined]
 
 
 class _Response:

@@ -87,7 +87,8 @@ def _resolve(args: Any, path: str) -> Callable[..., Any]:
     if not inspect.isclass(target):
         return target
     if target not in _instances:
-        offered = {"args": args, "model_path": args.hf_checkpoint}
+        # No flag sets rm_model_path. A file of --custom-config-path may.
+        offered = {"args": args, "model_path": vars(args).get("rm_model_path") or args.hf_checkpoint}
         _instances[target] = target(**{name: offered[name] for name in parameter_names(target) if name in offered})
     instance = _instances[target]
     method = next((name for name in ("compute_reward", "reward_func") if hasattr(instance, name)), "__call__")

@@ -29,8 +29,8 @@ from typing import Any
 
 _GRADERS = {
     "sympy": ("slime.rollout.rm_hub.math_utils", "compare_with_sympy"),
-    "math_verify": ("slime.rollout.rm_hub.libraries", "compare_with_math_verify"),
-    "ifbench": ("slime.rollout.rm_hub.libraries", "compute_ifbench_reward"),
+    "math_verify": ("slime.rollout.rm_hub.rules", "compare_with_math_verify"),
+    "ifbench": ("slime.rollout.rm_hub.rules", "compute_ifbench_reward"),
 }
 # Graded before the first fork, so that every fork has the libraries and their caches.
 _EXAMPLES: dict[str, list[Any]] = {

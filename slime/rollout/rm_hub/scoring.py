@@ -19,10 +19,16 @@ from slime.rollout.base_types import complete_args
 from slime.rollout.failures import failed_reward, give_up, is_given_up, reward_keys
 from slime.rollout.rm_hub.custom import call_scorer, reward_value, score_batch, score_one
 from slime.rollout.rm_hub.grader_pool import LONGEST_CALL_S, grade_limit
-from slime.rollout.rm_hub.libraries import grade_ifbench, grade_math_verify
 from slime.rollout.rm_hub.math_dapo_utils import compute_score as compute_score_dapo
 from slime.rollout.rm_hub.math_utils import extract_answer, grade_answer_verl
-from slime.rollout.rm_hub.rules import ANSWER_KEYS, compute_gpqa_reward, f1_score, get_deepscaler_rule_based_reward
+from slime.rollout.rm_hub.rules import (
+    ANSWER_KEYS,
+    compute_gpqa_reward,
+    f1_score,
+    get_deepscaler_rule_based_reward,
+    grade_ifbench,
+    grade_math_verify,
+)
 from slime.utils.errors import DataError, RequestRefused, ScoringError
 from slime.utils.http_utils import post
 

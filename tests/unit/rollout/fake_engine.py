@@ -38,6 +38,7 @@ class FakeEngine:
     def __init__(self, on_generate: Callable[[dict[str, Any], int], Reply] | None = None) -> None:
         self.on_generate = on_generate or (lambda payload, number: (200, completion(payload, [5, 6])))
         self.requests: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
         self.aborts: list[dict[str, Any]] = []
         self.aborted = threading.Event()
         self.disconnected = threading.Event()
@@ -62,6 +63,7 @@ class FakeEngine:
                     return
                 with engine.lock:
                     engine.requests.append(body)
+                    engine.headers.append({name.lower(): value for name, value in self.headers.items()})
                     number = len(engine.requests) - 1
                     engine.running += 1
                     engine.most_running = max(engine.most_running, engine.running)

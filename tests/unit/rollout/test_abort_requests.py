@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from slime.rollout import collect
+from slime.rollout import collect, engine_request
 from slime.rollout.engine_request import EngineRequest
 
 
@@ -42,8 +42,8 @@ def test_lost_attempts_are_aborted_once_and_the_last_of_each_request_in_every_ro
 
     async def end() -> Engines:
         engines = Engines(rounds=3)
-        monkeypatch.setattr(collect, "get", engines.get)
-        monkeypatch.setattr(collect, "post", engines.post)
+        monkeypatch.setattr(engine_request, "get", engines.get)
+        monkeypatch.setattr(engine_request, "post", engines.post)
         monkeypatch.setattr(collect, "_REPEAT_S", 0.001)
         task = asyncio.create_task(engines.over.wait())
         await collect.end_tasks([task], "http://router/workers", 10.0, requests=requests)  # type: ignore[list-item]

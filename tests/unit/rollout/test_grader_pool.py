@@ -32,7 +32,7 @@ from slime.rollout.rm_hub import (
     grader_pool,
 )
 from slime.rollout.rm_hub.grader_pool import grade_in_process, grade_limit
-from slime.rollout.rm_hub.libraries import grade_math_verify
+from slime.rollout.rm_hub.rules import grade_math_verify
 from slime.utils import process as process_module
 from slime.utils.errors import DataError, ScoringError
 
@@ -218,7 +218,7 @@ def test_a_library_that_is_missing_ends_the_run(fresh_pool: None, monkeypatch: p
 _PARENT = """
 import sys, threading, time
 from slime.rollout.rm_hub import grader_pool
-from slime.rollout.rm_hub.libraries import grade_math_verify
+from slime.rollout.rm_hub.rules import grade_math_verify
 grader_pool._MAX_CPU_S = 1000.0
 assert grade_math_verify("$7$", "7") == 1.0
 def grade_bomb():

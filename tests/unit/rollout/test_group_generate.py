@@ -36,6 +36,14 @@ async def aborted_once(args, samples):
     return samples
 
 
+async def ended(args, samples):
+    for sample in samples:
+        sample.tokens, sample.response_length, sample.loss_mask, sample.rollout_log_probs = [0, 0], 1, [0], [0.0]
+        sample.status, sample.reward, sample.remove_sample = Status.ABORTED, 0, True
+        sample.metadata["abort_reason"] = "wall_clock_timeout"
+    return samples
+
+
 def sample_with(index, status, reward=None, num_tokens=1):
     sample = Sample(index=index, group_index=0, prompt="1+1=", label="2", tokens=[1])
     if num_tokens:
@@ -83,6 +91,12 @@ def test_an_unexpected_abort_of_a_group_is_generated_again(finish):
     group = finish([sample_with(i, Status.PENDING, num_tokens=0) for i in range(2)], "aborted_once")
     assert [(sample.status, sample.response_length) for sample in group] == [(Status.COMPLETED, 1)] * 2
     assert group[0].metadata["failed_attempts"] == 1
+
+
+def test_a_sample_that_a_function_ended_itself_is_a_masked_row_and_no_failure(finish):
+    (sample,) = finish([sample_with(0, Status.PENDING, num_tokens=0)], "ended")
+    assert (sample.status, sample.reward, sample.tokens, sample.loss_mask) == (Status.ABORTED, 0, [0, 0], [0])
+    assert sample.metadata == {"abort_reason": "wall_clock_timeout"}
 
 
 def test_a_finished_sample_without_a_reward_gets_one(tiny_task):

@@ -71,7 +71,7 @@ def ask(args: Any, sample: Sample) -> Any:
 
 def test_the_teachers_log_probs_of_the_response_tokens_end_in_the_sample(teacher):
     server = teacher()
-    args = SimpleNamespace(rm_url=server.url, rollout_temperature=0.7, rm_timeout=5.0)
+    args = SimpleNamespace(rm_url=server.url, rollout_temperature=0.7, rm_timeout=100.0)
     sample = Sample(index=3, tokens=[10, 11, 12, 13], response_length=2)
     sample.reward = ask(args, sample)
     (request,) = server.requests
@@ -83,7 +83,7 @@ def test_the_teachers_log_probs_of_the_response_tokens_end_in_the_sample(teacher
 
 def test_the_log_prob_server_is_understood_as_well(teacher):
     args = SimpleNamespace(
-        rm_url=teacher({"log_probs": [-0.1, -0.2, -0.3]}).url, rollout_temperature=1.0, rm_timeout=5.0
+        rm_url=teacher({"log_probs": [-0.1, -0.2, -0.3]}).url, rollout_temperature=1.0, rm_timeout=100.0
     )
     sample = Sample(index=3, tokens=[10, 11, 12, 13], response_length=2)
     sample.reward = ask(args, sample)
@@ -99,7 +99,7 @@ def test_a_reply_that_cannot_be_used_names_the_sample_and_the_flag(teacher):
         ({"log_probs": [-0.1]}, "2 tokens"),
         ({"log_probs": [-0.1, None]}, "no log-prob for some response tokens"),
     ):
-        args = SimpleNamespace(rm_url=teacher(reply).url, rollout_temperature=1.0, rm_timeout=5.0)
+        args = SimpleNamespace(rm_url=teacher(reply).url, rollout_temperature=1.0, rm_timeout=100.0)
         with pytest.raises(DataError, match=f"--rm-url.*({message}.*sample 3|sample 3.*{message})"):
             ask(args, sample)
 

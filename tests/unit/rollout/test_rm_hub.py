@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from slime.data.sample import Sample
-from slime.rollout.rm_hub import async_rm, batched_async_rm, known_rm_types, libraries
-from slime.rollout.rm_hub.libraries import grade_math_verify
+from slime.rollout.rm_hub import async_rm, batched_async_rm, known_rm_types, rules
 from slime.rollout.rm_hub.math_utils import (
     _strip_string,
     extract_answer,
@@ -22,7 +21,7 @@ from slime.rollout.rm_hub.math_utils import (
     mathd_normalize_answer,
     remove_boxed,
 )
-from slime.rollout.rm_hub.rules import f1_score, normalize_answer
+from slime.rollout.rm_hub.rules import f1_score, grade_math_verify, normalize_answer
 from slime.rollout.rm_hub.scoring import score_group
 from slime.utils.errors import DataError, ScoringError
 from tests.limits import unloaded_time
@@ -111,6 +110,18 @@ def score(args, sample):
 
 def score_all(args, samples):
     return asyncio.run(batched_async_rm(args, samples))
+
+
+class NamedModel:
+    def __init__(self, model_path):
+        self.model_path = model_path
+
+    def compute_reward(self, prompts, responses):
+        return [float(self.model_path == "judge")] * len(responses)
+
+
+def test_a_reward_class_may_have_a_model_of_its_own():
+    assert score(rm_args(custom_rm_path=here("NamedModel"), rm_model_path="judge"), Sample(response="x")) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -319,7 +330,7 @@ def test_math_verify_accepts_what_the_strict_rules_refuse(given, gold):
 
 
 def test_a_reward_whose_library_is_missing_ends_the_run_instead_of_being_zero(monkeypatch):
-    monkeypatch.setattr(libraries.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(rules.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(DataError, match="pip install math-verify") as caught:
         score(rm_args(rm_type="math_verify"), Sample(response=r"\boxed{7}", label="7"))
     assert not isinstance(caught.value, ScoringError)  # which is the sample's own failure

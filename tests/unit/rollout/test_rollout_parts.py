@@ -115,6 +115,8 @@ def test_plain_results_are_wrapped_and_nothing_is_an_error():
     assert call_rollout_fn(lambda evaluation: {"a": {}}, evaluation=True) == RolloutFnEvalOutput(data={"a": {}})
     output = RolloutFnTrainOutput(samples=[])
     assert call_rollout_fn(lambda evaluation: output, evaluation=True) is output
+    batch = RolloutFnTrainOutput(samples=samples)  # reads like its samples
+    assert (list(batch), len(batch), batch[0], batch[-1:]) == (samples, 1, samples[0], samples)
     with pytest.raises(DataError, match="--rollout-function-path"):
         call_rollout_fn(lambda evaluation: None, evaluation=False)
 
@@ -161,6 +163,10 @@ def test_metadata_of_a_set_is_added_to_a_copy():
     original = {"z": 0}
     assert config.inject_metadata(original) == {"z": 0, "rm_type": "f1", "k": 1}
     assert original == {"z": 0}
+    with pytest.raises(ValueError, match="set a: min_eval_samples 0 must be at least 1"):
+        EvalDatasetConfig("a", "x", min_eval_samples=0)
+    args = SimpleNamespace(eval_prompt_data=["a", "x"], eval_custom_rm_path="pkg.eval_rm", custom_rm_path="pkg.rm")
+    assert build_eval_datasets(args)[0].custom_rm_path == "pkg.eval_rm"
     with pytest.raises(TypeError, match="metadata_overrides"):
         EvalDatasetConfig("a", "x", metadata_overrides=[1])
 

@@ -13,7 +13,7 @@ from slime.rollout.engine_request import build_request, eval_sampling_params, re
 from slime.rollout.eval_config import EvalDatasetConfig
 from slime.rollout.evaluate import _with_eval_limits
 from slime.rollout.sft_rollout import _fill
-from slime.rollout.sglang_rollout import _seeded
+from slime.rollout.sglang_rollout import seeded
 from tests.unit.rollout.fake_engine import make_args
 
 
@@ -34,7 +34,12 @@ def test_training_requests_keep_the_text_of_their_stop_tokens() -> None:
 
 def test_an_evaluation_set_has_settings_of_its_own() -> None:
     config = EvalDatasetConfig("a", "x", temperature=0.0, top_p=0.9, top_k=5, max_response_len=3, min_new_tokens=2)
-    params = eval_sampling_params(config)
+    args = make_args("/model", 0, rollout_stop=["###"], rollout_stop_token_ids=[2], rollout_skip_special_tokens=True)
+    params = eval_sampling_params(config, train_sampling_params(args))
+    assert (params["stop"], params["stop_token_ids"], params["skip_special_tokens"]) == (["###"], [2], True)
+    own = EvalDatasetConfig("a", "x", stop=[], stop_token_ids=[3], skip_special_tokens=False)
+    params_of_own = eval_sampling_params(own, train_sampling_params(args))
+    assert [params_of_own[name] for name in ("stop", "stop_token_ids", "skip_special_tokens")] == [[], [3], False]
     assert [params[name] for name in ("temperature", "top_p", "top_k", "max_new_tokens")] == [0.0, 0.9, 5, 3]
     assert (params["min_new_tokens"], params["no_stop_trim"]) == (2, True)
     assert "repetition_penalty" not in params
@@ -86,7 +91,7 @@ def test_every_request_names_the_adapter_that_engines_serve(
 def test_deterministic_engines_get_another_seed_for_every_member_of_a_group() -> None:
     state = SimpleNamespace(group_sampling_seeds=[7, 8], args=SimpleNamespace(rollout_seed=7))
     params = {"temperature": 1.0}
-    assert [_seeded(state, params, position)["sampling_seed"] for position in (0, 1)] == [7, 8]  # type: ignore[arg-type]
+    assert [seeded(state, params, position)["sampling_seed"] for position in (0, 1)] == [7, 8]  # type: ignore[arg-type]
     assert params == {"temperature": 1.0}
     state.group_sampling_seeds = None
-    assert _seeded(state, params, 1) == params  # type: ignore[arg-type]
+    assert seeded(state, params, 1) == params  # type: ignore[arg-type]

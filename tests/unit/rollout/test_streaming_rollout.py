@@ -79,6 +79,18 @@ def test_a_stream_and_one_reply_make_the_same_sample(serve: Any, is_continued: b
     assert one == other
 
 
+def test_a_stream_that_is_refused_as_a_copy_is_repeated(serve: Any) -> None:
+    def refuse_once(payload: dict[str, Any], number: int) -> tuple[int, Any]:
+        refusal = {"error": {"message": f"Duplicate request ID detected: {payload['rid']}", "code": 400}}
+        return (200, iter([refusal])) if number == 0 else both(payload, number)
+
+    engine, args = serve(refuse_once)
+    sample = Sample(index=3, prompt="1+1=")
+    run(generate_streaming(args, sample, dict(PARAMS)))
+    assert sample.response == "777"
+    assert engine.aborts == [{"rid": engine.requests[0]["rid"]}]
+
+
 def test_an_aborted_rollout_keeps_what_came_and_the_engine_is_left(serve: Any) -> None:
     def endless(payload: dict[str, Any], number: int) -> tuple[int, Any]:
         def tokens() -> Iterator[Any]:
