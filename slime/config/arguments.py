@@ -138,8 +138,14 @@ class SyncArgs:
     )
     check_weight_update_equal: bool = _flag(
         False,
-        "Compare the engines' tensors with the trainer's: by checksum after every sync on a CPU with engines of one "
-        "device, elsewhere once, after the first sync of a run without --load.",
+        "Overwrite the engines with random values at the start, so that only complete syncs make them right, and allow "
+        "no tensor with an unexpected layout (--weight-sync-proof). GPU engines also compare themselves with their "
+        "checkpoint, after the first sync of a run without --load.",
+    )
+    weight_sync_proof: Literal["full", "canary", "none"] = _flag(
+        "full",
+        "Proof of every weight sync: full compares checksums of every tensor on every rank of the engines and the "
+        "log-probs of a canary prompt, canary the latter only.",
     )
     weight_sync_timeout: float = _flag(
         1800.0, "Seconds that one weight sync may take, and each call to engines that moves or changes memory."
@@ -151,7 +157,9 @@ class AsyncArgs:
     """Asynchronous training."""
 
     async_buffer_size: int = _flag(
-        1, "train_async.py: rollouts that may be running, or finished and not trained on yet."
+        1,
+        "train_async.py: rollouts that may be running, or finished and not trained on yet. 0 generates when the new "
+        "weights serve, as train.py does.",
     )
 
 
@@ -177,6 +185,10 @@ class FaultToleranceArgs:
         False,
         "Engines that die are started again, up to three times each, and the run goes on; with --save, it is begun "
         "again from its last checkpoint when another of its processes dies.",
+    )
+    engines_port: int | None = _flag(
+        None,
+        "Port of the driver on 127.0.0.1 at which engines join and leave while the run goes on; 0: any free one.",
     )
     heartbeat_timeout: float = _flag(
         10.0,

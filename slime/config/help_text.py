@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 
 HELP, HELP_ALL = "--help", "--help-all"
 HINT = "did you mean"
+UNKNOWN = "unknown flag"
 USAGE = """%(prog)s --hf-checkpoint DIR --prompt-data FILE [flag ...]
 
   slime plan %(prog)s ...      show what the command will do

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from slime.config.groups import add_group
-from slime.config.help_text import HELP, HINT, USAGE, HelpFormatter, asked_help, nearest_flag, short_help
+from slime.config.help_text import HELP, HINT, UNKNOWN, USAGE, HelpFormatter, asked_help, nearest_flag, short_help
 from slime.config.notices import Notice
 from slime.config.yaml_file import FLAG, read_custom_config
 from slime.utils.errors import ConfigError
@@ -152,7 +152,7 @@ def _unknown(tokens: Sequence[str], known: Collection[str]) -> tuple[list[Notice
             flag = token.split("=")[0]
             near = nearest_flag(flag, known)
             hint = f"{HINT} {near}?" if near else "nothing reads it."
-            notices.append(Notice("warning", flag, f"unknown flag, ignored with its values; {hint}"))
+            notices.append(Notice("warning", flag, f"{UNKNOWN}, ignored with its values; {hint}"))
         # After an unknown flag the word is taken for its value.
         elif not notices:
             strays.append(token)

@@ -46,8 +46,8 @@ def _devices(args: Namespace) -> Iterator[str]:
 
 
 def _drivers(args: Namespace) -> Iterator[str]:
-    if args.async_buffer_size < 1:
-        yield f"--async-buffer-size {args.async_buffer_size} must be at least 1."
+    if args.async_buffer_size < 0:
+        yield f"--async-buffer-size {args.async_buffer_size} must be 0 or more."
     if args.is_async and args.colocate:
         yield "--colocate does not work with train_async.py, where engines and trainer work at once: use train.py."
     elif args.is_async and args.offload_rollout:

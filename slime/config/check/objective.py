@@ -7,11 +7,10 @@ from collections.abc import Iterator
 
 from slime.algorithms.estimators import find_estimator
 from slime.config import notices
-from slime.config.resolve.batches import is_group_relative
 
 
 def _estimator(args: Namespace) -> Iterator[str]:
-    """KL counted twice, advantages without whitening, a group of one, a custom loss without its function."""
+    """KL counted twice, advantages without whitening, a custom loss without its function."""
     if args.kl_coef != 0 and args.kl_loss_coef != 0:
         yield (
             f"--kl-coef {args.kl_coef} and --kl-loss-coef {args.kl_loss_coef} would count the KL divergence twice, in "
@@ -19,11 +18,6 @@ def _estimator(args: Namespace) -> Iterator[str]:
         )
     if find_estimator(args.advantage_estimator).needs_whitening and not args.normalize_advantages:
         yield f"--advantage-estimator {args.advantage_estimator} needs --normalize-advantages."
-    if args.n_samples_per_prompt == 1 and is_group_relative(args) and not args.debug_rollout_only:
-        yield (
-            "--n-samples-per-prompt 1 makes every group-relative advantage zero, so nothing would be learned: "
-            "use at least 2, or --disable-rewards-normalization."
-        )
     if args.loss_type == "custom_loss" and args.custom_loss_function_path is None:
         yield "--loss-type custom_loss needs --custom-loss-function-path FUNCTION."
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from argparse import Namespace
 from dataclasses import dataclass
+from itertools import islice
 
 from slime.config.plan.layout import Layout, number, read
 from slime.utils.prompt_sources import has_names, parse_path, parse_sources
@@ -13,6 +14,8 @@ __all__ = ["BatchPlan", "plan_batch"]
 
 # Counting the lines of larger files takes seconds.
 _COUNT_LINES_BELOW_BYTES = 64 * 1024**2
+_ROWS_TO_MEASURE = 1000
+_BYTES_PER_TOKEN = 4
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,8 @@ class BatchPlan:
         token_budget: most tokens of a micro-batch over all context-parallel ranks. None without --use-dynamic-...
         num_prompts: rows of the prompt data, if counting them is cheap.
         sources: name, path, rows and share of the draws, if there are several sources.
+        unique: share of tokens that pass the trainer with --share-prefixes, and where the lengths come from. None if
+            they are unknown.
         num_rollouts: of the whole run, None if unknown.
     """
 
@@ -44,10 +49,15 @@ class BatchPlan:
     num_rollouts: int | None
     run_length: str
     sources: tuple[tuple[str, str, int | None, float], ...] = ()
+    unique: tuple[float, str] | None = None
 
 
-def plan_batch(args: Namespace, layout: Layout) -> BatchPlan:
-    """The batch of every rollout."""
+def plan_batch(args: Namespace, layout: Layout, unique_in_dump: float | None = None) -> BatchPlan:
+    """The batch of every rollout.
+
+    Args:
+        unique_in_dump: share of the tokens of a dump that pass the trainer with --share-prefixes.
+    """
     prompts, per_prompt = number(args, "rollout_batch_size", 1), number(args, "n_samples_per_prompt", 1)
     samples = prompts * per_prompt
     steps = number(args, "num_steps_per_rollout", 1)
@@ -77,7 +87,20 @@ def plan_batch(args: Namespace, layout: Layout) -> BatchPlan:
         num_rollouts=rollouts,
         run_length=why,
         sources=sources if has_names(read(args, "prompt_data") or "") else (),
+        unique=_unique(args, per_prompt) if unique_in_dump is None else (unique_in_dump, "rollout 0 of the dump"),
     )
+
+
+def _unique(args: Namespace, per_prompt: int) -> tuple[float, str] | None:
+    length, path = read(args, "rollout_max_response_len"), (read(args, "prompt_data") or "").split(",")[0]
+    file, _ = parse_path(path)
+    if not length or per_prompt < 2 or not file.endswith(".jsonl") or not os.path.isfile(file):
+        return None
+    with open(file, "rb") as lines:
+        sizes = [len(line) for line in islice(lines, _ROWS_TO_MEASURE)]
+    prompt = sum(sizes) / max(1, len(sizes)) / _BYTES_PER_TOKEN
+    share = (prompt + per_prompt * length) / (per_prompt * (prompt + length))
+    return share, f"at least, with responses of {length:,} tokens and {_BYTES_PER_TOKEN} bytes per token of a row"
 
 
 def _num_rollouts(args: Namespace, rows: int | None, prompts: int) -> tuple[int | None, str]:

@@ -15,20 +15,20 @@ from typing import Any, TypeVar
 from slime.config.notices import Notice
 from slime.config.plan.batch import BatchPlan, plan_batch
 from slime.config.plan.engine import EngineMemory, WeightSync, engine_memory, weight_sync
-from slime.config.plan.files import Output, plan_files
-from slime.config.plan.host import HostMemory, host_memory
+from slime.config.plan.host import HostMemory, Output, host_memory, plan_files
 from slime.config.plan.layout import Layout, PlanError, read, read_layout
 from slime.config.plan.memory import (
     Precision,
     StageMemory,
     Tokens,
     num_trainable,
+    padded_vocab_size,
     precision_of,
     stage_memory,
     tokens_per_micro_batch,
 )
 from slime.config.plan.placement import Placement, Turn, plan_placement, plan_turns
-from slime.config.plan.shape import padded_vocab_size, read_shape, shape_section
+from slime.config.plan.shape import read_shape, shape_section
 from slime.models.shape import ModelShape
 from slime.utils.errors import ConfigError
 
@@ -104,16 +104,18 @@ def build(
     ignored: Sequence[tuple[str, str]] = (),
     problems: Sequence[str] = (),
     missing: Sequence[str] = (),
+    unique_in_dump: float | None = None,
 ) -> Plan:
     """Work out the plan. Never raises for a user's mistake, which becomes a gap in the plan.
 
     Args:
         device_bytes, host_bytes, is_cpu: as in :class:`Plan`.
+        unique_in_dump: see :func:`slime.config.plan.batch.plan_batch`.
     """
     gaps: list[str] = []
     layout = _attempt(gaps, "layout", lambda: read_layout(args))
     shape = _attempt(gaps, "parameters and memory", lambda: read_shape(args))
-    batch = _attempt(gaps, "batch", lambda: plan_batch(args, layout)) if layout else None
+    batch = _attempt(gaps, "batch", lambda: plan_batch(args, layout, unique_in_dump)) if layout else None
     placement = _attempt(gaps, "placement", lambda: plan_placement(args, layout, is_cpu=is_cpu)) if layout else None
     trains, generates = not read(args, "debug_rollout_only"), bool(placement and placement.engines)
     stages, sync, engine, host = None, None, None, None

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 
 from slime.algorithms.arguments import CUDA_CHUNK_ROWS
 from slime.config.plan.layout import Layout, number, read, stage_layers
-from slime.config.plan.shape import padded_vocab_size
 from slime.models.cost import Weight, gathered_keys, layer_activations, layer_weights, model_weights
 from slime.models.lora import LoraConfig
 from slime.models.shape import ModelShape
@@ -59,6 +58,7 @@ class StageMemory:
         gathered_keys: the part of ``activations`` that is due to context parallelism.
         trained: numbers of weights in adapters if only they are trained. 0 if all weights are.
         without_adapters: ``total`` if all weights were trained. 0 if they are.
+        gathered_weights, gathered_gradients: the parts of ``weights`` and ``gradients`` that exist during a pass only.
         host_copies: pinned host memory for copies of weights, per rank: see ``_num_host_copies``.
         host_states: host memory for optimizer states, per rank.
         host_offloaded: pinned host memory for optimizer states that move there while engines generate, per rank.
@@ -81,6 +81,14 @@ class StageMemory:
     gathered_keys: int = 0
     trained: int = 0
     without_adapters: int = 0
+    gathered_weights: int = 0
+    gathered_gradients: int = 0
+
+    @property
+    def resident(self) -> int:
+        """Bytes that stay between passes."""
+        held = self.weights + self.gradients + self.optimizer
+        return held - self.gathered_weights - self.gathered_gradients
 
     @property
     def total(self) -> int:
@@ -193,6 +201,12 @@ def _stage(
     )
 
 
+def padded_vocab_size(args: Namespace, shape: ModelShape) -> int:
+    """Rows of the embedding in the trainer."""
+    step = number(args, "make_vocab_size_divisible_by", 128) * number(args, "tensor_model_parallel_size", 1)
+    return int(read(args, "padded_vocab_size") or shape.padded_vocab_size(step))
+
+
 def adapter_numbers(
     args: Namespace, shape: ModelShape, layers: Sequence[int], *, tensor_ranks: int = 1, expert_ranks: int = 1
 ) -> tuple[float, float] | None:
@@ -243,11 +257,12 @@ def _fully_sharded(args: Namespace, shape: ModelShape, layout: Layout, tokens: i
     is_frozen = bool(added)
     trained, whole = (own, max(added)) if is_frozen else (share, ends + max(sizes))
     frozen = share * precision.weights if is_frozen else 0
+    gathered = (ends + 2 * max(sizes) + 2 * max(added, default=0)) * precision.weights
     return StageMemory(
         stage=0,
         layers=(layers.start, layers.stop - 1),
         parameters=round(share + own),
-        weights=round(frozen + trained * 4 + (ends + 2 * max(sizes) + 2 * max(added, default=0)) * precision.weights),
+        weights=round(frozen + trained * 4 + gathered),
         gradients=round((trained + whole) * 4),
         optimizer=round(trained * moments),
         activations=round(_activations(args, shape, layout, layers, tokens, 1, precision)),
@@ -257,6 +272,8 @@ def _fully_sharded(args: Namespace, shape: ModelShape, layout: Layout, tokens: i
         host_offloaded=round(trained * moments) if read(args, "offload_train") else 0,
         host_save=_BUFFERS_AT_SAVE,
         trained=round(own),
+        gathered_weights=round(gathered),
+        gathered_gradients=round((trained + whole) * 4),
     )
 
 

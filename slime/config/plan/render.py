@@ -103,6 +103,9 @@ def _batch(batch: BatchPlan) -> Iterable[RenderableType]:
     elif batch.token_budget is not None:
         share += f", in micro-batches of up to {batch.token_budget:,} tokens"
     table.add_row("per rank", share)
+    if batch.unique is not None:
+        unique, source = batch.unique
+        table.add_row("prefixes", f"{unique:.0%} of the tokens pass the trainer with --share-prefixes ({source})")
     if batch.max_response:
         table.add_row("at most", f"{batch.samples * batch.max_response:,} response tokens per rollout")
     if batch.over_sampling > batch.prompts:

@@ -108,12 +108,6 @@ def _experts(args: Namespace, text: Mapping[str, Any], shape: ModelShape, moe: M
     return replace(moe, layers=tuple(bool(int(one)) for one in pattern))
 
 
-def padded_vocab_size(args: Namespace, shape: ModelShape) -> int:
-    """Rows of the embedding in the trainer."""
-    step = number(args, "make_vocab_size_divisible_by", 128) * number(args, "tensor_model_parallel_size", 1)
-    return int(read(args, "padded_vocab_size") or shape.padded_vocab_size(step))
-
-
 def shape_section(shape: ModelShape, padded_vocab: int) -> dict[str, Any]:
     """The section ``shape`` of the ``--json`` output, whose keys are stable."""
     family, mla, sparse, delta, moe = shape.family, shape.mla, shape.sparse, shape.delta_net, shape.moe

@@ -24,10 +24,20 @@ def rollout_batch(args: Namespace) -> None:
 
 
 def is_group_relative(args: Namespace) -> bool:
-    """Whether a sample's advantage is relative to the other samples of its prompt."""
+    """Whether the advantage of a sample is its reward relative to those of the other samples of its prompt."""
     is_centered = args.rewards_normalization and find_estimator(args.advantage_estimator).is_centered
     has_advantages = args.loss_type == "policy_loss" and args.compute_advantages_and_returns
-    return bool(is_centered and has_advantages and args.custom_advantage_function_path is None)
+    replaced = (
+        *(args.use_opd, args.custom_advantage_function_path),
+        *(args.custom_reward_post_process_path, args.custom_convert_samples_to_train_data_path),
+    )
+    return bool(is_centered and has_advantages and not any(replaced))
+
+
+def has_other_terms(args: Namespace) -> bool:
+    """Whether the gradient has a part that does not depend on rewards: KL divergence or entropy."""
+    in_rewards = find_estimator(args.advantage_estimator).has_kl_in_rewards and args.kl_coef
+    return any((in_rewards, args.use_kl_loss and args.kl_loss_coef, args.entropy_coef))
 
 
 def group_size(args: Namespace) -> None:

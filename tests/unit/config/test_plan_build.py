@@ -12,7 +12,7 @@ import pytest
 from slime.config.notices import Notice
 from slime.config.plan.batch import plan_batch
 from slime.config.plan.build import SCHEMA, Plan, build
-from slime.config.plan.files import plan_files
+from slime.config.plan.host import plan_files
 from slime.config.plan.layout import PlanError, read_layout
 from slime.config.plan.placement import Placement, plan_placement
 from slime.config.plan.render import count, render, size
@@ -124,6 +124,17 @@ def test_the_length_of_the_run_follows_from_the_prompts(tmp_path: Path) -> None:
     file.write_text('{"prompt": "a"}\n' * 21)
     args = plan_args(num_rollout=None, num_epoch=2, prompt_data=str(file))
     assert plan_batch(args, read_layout(args)).num_rollouts == 2 * (21 // 4)
+
+
+def test_the_share_of_tokens_that_share_prefixes_would_leave_is_shown(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(f'{{"prompt": "{"a" * 386}"}}\n' * 3)  # 400 bytes, about 100 tokens
+    args = plan_args(prompt_data=str(file), n_samples_per_prompt=4, rollout_max_response_len=50)
+    share, _ = plan_batch(args, read_layout(args)).unique or (0.0, "")
+    assert share == pytest.approx((100 + 4 * 50) / (4 * 150), rel=1e-2)
+    for in_dump, text in ((None, "50% of the tokens pass"), (0.625, "62% of the tokens pass")):
+        plan = build(args, title="t", device_bytes=GIB, unique_in_dump=in_dump)
+        assert f"{text} the trainer with --share-prefixes" in " ".join(printed(plan).split())  # a terminal wraps lines
 
 
 def test_micro_batches_of_a_fixed_size_are_counted_per_rank() -> None:

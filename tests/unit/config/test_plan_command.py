@@ -10,9 +10,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from slime import cli
 from slime.backends.sglang_utils.server_args import _CPU_DEFAULTS
 from slime.cli import TrainCommand, UsageError, main, read_command
 from slime.config.plan.engine import CPU_TOKENS
+from slime.data.dump_file import save_debug_rollout_data
+from slime.data.sample import Sample
 from tools.make_tiny_task import TinyTask
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -189,3 +192,14 @@ def test_a_learning_rate_that_was_not_given_is_a_decision(
 
 def test_the_cache_of_an_engine_on_a_cpu_is_that_of_the_engines() -> None:
     assert str(CPU_TOKENS) == _CPU_DEFAULTS["--max-total-tokens"]
+
+
+def test_the_plan_of_a_dump_has_the_share_of_its_unique_tokens(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dump = str(tmp_path / "{rollout_id}.pt")
+    samples = [Sample(index=i, tokens=[1, 2, 3, 9 + i], response_length=1, reward=0.0) for i in range(2)]
+    save_debug_rollout_data(dump, samples, rollout_id=0, evaluation=False)
+    assert cli._unique_in_dump(dump) == 5 / 8
+    assert cli._unique_in_dump(str(tmp_path / "none_{rollout_id}.pt")) is None
+    assert cli._unique_in_dump(None) is None

@@ -68,6 +68,10 @@ ERRORS = [
     case(
         "17", "--balance-by-flops", "--balance-by-flops forms dynamic micro-batches: it needs --use-dynamic-batch-size"
     ),
+    case("A-prefixes", "--share-prefixes --context-parallel-size 2", "--context-parallel-size 2 cuts every sequence"),
+    case("A-prefixes-loss", "--share-prefixes --loss-type custom_loss", "--loss-type custom_loss reads the logits of"),
+    case("A-prefixes-dropout", "--share-prefixes --hidden-dropout 0.1", "--hidden-dropout 0.1 differs from sample to"),
+    case("A-prefixes-spec", "--share-prefixes --spec mine.py:layers", "--spec mine.py:layers has an attention that"),
     case("19-strict", "--advantage-estimator cispo --strict-args", "--eps-clip 0.2: cispo cuts off small ratios too"),
     case("22", "--save-debug-rollout-data {dir}/x --save-debug-train-data {dir}/x", "are the same file"),
     case(
@@ -168,7 +172,7 @@ ERRORS = [
     case("A24-sync", "--update-weights-interval 0", "--update-weights-interval 0 must be at least 1"),
     case("A33", "--n-samples-per-prompt 1", "--n-samples-per-prompt 1 makes every group-relative advantage zero"),
     case("A43", "--custom-rm-path nowhere.module.f", "--custom-rm-path nowhere.module.f: module 'nowhere.module'"),
-    case("C-async", "--async-buffer-size 0", "--async-buffer-size 0 must be at least 1", is_async=True),
+    case("C-async", "--async-buffer-size -1", "--async-buffer-size -1 must be 0 or more", is_async=True),
     case("C-sync", "--async-buffer-size 4 --strict-args", "--async-buffer-size 4: no effect: only train_async.py"),
     case(
         "C-initial",
@@ -263,6 +267,23 @@ def test_a_broken_rule_is_a_message_that_names_flag_value_and_fix(item: Case, co
 @pytest.mark.parametrize("name", ["eps_clip_high", "eps_clip_c", "tis_clip", "opsm_delta", "value_clip"])
 def test_a_bound_may_be_infinite(name: str, command: TinyCommand):
     assert command.run("--" + name.replace("_", "-"), "inf")[1] == ""
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--use-opd --opd-type sglang --rm-url http://teacher",
+        "--use-kl-loss --kl-loss-coef 0.1",
+        "--entropy-coef 0.1",
+        "--num-rollout 0 --eval-interval 1 --eval-prompt-data tiny {dir}/prompts.jsonl",
+        "--custom-reward-post-process-path tests.unit.rollout.users_plugins.post_process",
+        "--custom-convert-samples-to-train-data-path tests.unit.rollout.users_plugins.convert",
+        "--custom-generate-function-path tests.unit.rollout.users_plugins.generate_rows",
+        "--rollout-function-path tests.unit.rollout.users_plugins.generate_rollout",
+    ],
+)
+def test_single_samples_are_legal_if_something_else_gives_a_gradient(flags: str, command: TinyCommand):
+    assert command.run("--n-samples-per-prompt", 1, *flags.split())[1] == ""
 
 
 def test_the_good_command_breaks_no_rule(command: TinyCommand):
