@@ -15,6 +15,7 @@ from slime.ray.engines.fleet import RayEngineFleet
 from slime.ray.placement_group import GpuSlots
 from slime.ray.run.cluster import NOSET_VISIBLE_DEVICES, allocator_env, nccl_as_engines, worker_env
 from slime.ray.run.restart import continued
+from slime.ray.run.worker_launcher import WORKER_ROLE
 from slime.ray.shards import Box, actor_options
 from slime.ray.train_actor import SyncReport, TrainActor
 from slime.ray.watch.waiting import get
@@ -45,6 +46,7 @@ class RayTrainGroup:
 
     def _start(self) -> list[Any]:
         env = worker_env() | NOSET_VISIBLE_DEVICES | nccl_as_engines(self._args.sglang_argv)
+        env[WORKER_ROLE] = "trainer"
         if self._args.deterministic_mode:
             # without it torch refuses the first matrix product
             env["CUBLAS_WORKSPACE_CONFIG"] = os.environ.get("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -151,6 +151,7 @@ def parse_only(
         sglang_rules.engine_devices(args)
         config_resolve.resolve(args, (*STEPS, *(LIVE_STEPS if loads_hooks else ())))
         args.eval_datasets = build_eval_datasets(args)
+        args.eval_prompt_data = [part for item in args.eval_datasets for part in (item.name, item.path)] or None
     except SlimeError as error:
         return None, [*problems, *_sentences(error), *hints]
     # After all derivations: rules read derived values. All rules run, so one start shows all problems.

@@ -123,21 +123,26 @@ class DataBuffer:
             self._outstanding.pop(number, None)
         self._record("dropped", rollout_id, numbers)
 
-    def begin(self, rollout_id: int) -> None:
-        """Start the run at ``rollout_id``: continue from the state saved after the rollout before it."""
+    def begin(self, rollout_id: int, first_trained: int | None = None) -> None:
+        """Start the run at ``rollout_id``: continue from the state saved after the rollout before it.
+
+        Args:
+            first_trained: of the rollouts before it that are trained on again, from the journal. None: there are none.
+        """
         if rollout_id > 0:
             self.load(rollout_id - 1)
-        self._record("begin", rollout_id, self._given_back, getattr(self._source, "data_changes", None))
+        changed = getattr(self._source, "data_changes", None)
+        self._record("begin", rollout_id, self._given_back, changed=changed, trains=first_trained)
 
     def trained(self, rollout_id: int) -> None:
         """Record that the trainer took its steps on rollout ``rollout_id``."""
         self._record("trained", rollout_id)
 
     def _record(
-        self, event: Event, rollout: int | None = None, groups: Iterable[Any] | None = None, changed: str | None = None
+        self, event: Event, rollout: int | None = None, groups: Iterable[Any] | None = None, **more: Any
     ) -> None:
         if self._ledger is not None:
-            self._ledger.write(event, rollout=rollout, groups=groups, changed=changed)
+            self._ledger.write(event, rollout=rollout, groups=groups, **more)
 
     def size(self) -> int:
         """Prompts in one epoch."""
@@ -206,8 +211,8 @@ class DataBufferClient:
     def drop(self, rollout_id: int, groups: list[SampleGroup]) -> None:
         self._call("drop", rollout_id, groups)
 
-    def begin(self, rollout_id: int) -> None:
-        self._call("begin", rollout_id)
+    def begin(self, rollout_id: int, first_trained: int | None = None) -> None:
+        self._call("begin", rollout_id, first_trained)
 
     def trained(self, rollout_id: int) -> None:
         self._call("trained", rollout_id)

@@ -17,6 +17,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from slime.config.plan.devices import colocation_problems, gpu_bytes, is_judged
 from slime.ray.run.cluster import NOSET_VISIBLE_DEVICES, is_embedded, slot_layout, worker_env
 from slime.ray.watch.failure_report import Reports, shortage_of
 from slime.ray.watch.waiting import get
@@ -24,7 +25,7 @@ from slime.utils import accelerator
 from slime.utils.deadline import Deadline
 from slime.utils.errors import ConfigError
 
-__all__ = ["GpuSlots", "create_placement_groups", "release_placement_groups"]
+__all__ = ["GpuSlots", "check_room", "create_placement_groups", "release_placement_groups", "reserve_engine"]
 
 logger = logging.getLogger(__name__)
 
@@ -41,12 +42,14 @@ class GpuSlots:
         device_ids: physical device id of each slot on its node. The slot number if devices are logical.
         visible_ids: number of each slot's device among those that a process on its node sees, which
             ``CUDA_VISIBLE_DEVICES`` may restrict. Empty if devices are logical.
+        device_bytes: memory of the largest device. 0 if it is unknown.
     """
 
     group: PlacementGroup | None
     bundles: Sequence[int]
     device_ids: Sequence[int]
     visible_ids: Sequence[int] = ()
+    device_bytes: int = 0
 
     def __len__(self) -> int:
         return len(self.bundles)
@@ -64,9 +67,16 @@ class GpuSlots:
 
 
 def create_placement_groups(args: Namespace) -> dict[str, GpuSlots]:
-    """Reserve every device slot of the run. Returns the slots of ``"actor"`` and ``"rollout"``."""
+    """Reserve every device slot of the run. Returns the slots of ``"actor"`` and ``"rollout"``.
+
+    Raises:
+        ConfigError: a trainer with adapters and its engines do not fit on the devices that they share.
+    """
     count, first = slot_layout(args)
-    slots = _reserve(count, args.placement_timeout)
+    slots = _reserve(count, args.placement_timeout, asks_memory=is_judged(args))
+    if problems := list(colocation_problems(args, slots.device_bytes)):
+        release_placement_groups({"all": slots})
+        raise ConfigError(problems)
     num_train = 0 if args.debug_rollout_only else args.world_size
     num_engine = 0 if args.debug_train_only or args.rollout_external else args.rollout_num_gpus
     return {"actor": slots[:num_train], "rollout": slots[first : first + num_engine]}
@@ -79,17 +89,33 @@ def release_placement_groups(slots: Mapping[str, GpuSlots]) -> None:
             remove_placement_group(group)
 
 
-def _reserve(count: int, timeout_s: float) -> GpuSlots:
+def check_room(num_gpus: int) -> None:
+    """Refuse engines for which the embedded cluster, which cannot grow, has no devices. Raises ConfigError."""
+    free = int(ray.available_resources().get("GPU", 0.0))
+    if is_embedded() and free < num_gpus:
+        raise ConfigError(f"the engines that join need {num_gpus} free device slots, and this machine has {free}.")
+
+
+def reserve_engine(num_gpus: int, timeout_s: float) -> GpuSlots:
+    """Reserve devices of one node for an engine that joins. Waits until the cluster has them.
+
+    Raises:
+        DeadlineExceeded: no node had them in time.
+    """
+    return _reserve(num_gpus, timeout_s, strategy="STRICT_PACK")
+
+
+def _reserve(count: int, timeout_s: float, *, asks_memory: bool = False, strategy: str = "PACK") -> GpuSlots:
     if count == 0:
         return GpuSlots(None, [], [])
     bundles = [{"GPU": 1.0, "CPU": 1.0}] * count
-    group = placement_group(bundles, strategy="PACK")
+    group = placement_group(bundles, strategy=strategy)
     try:
         _wait_for(group, bundles, timeout_s)
         nodes = set(placement_group_table(group)["bundles_to_node_id"].values())
         if len(nodes) == 1 and accelerator.current().is_cpu:
             return GpuSlots(group, range(count), range(count))  # logical slots of one host need no order
-        return _ordered(group, count, timeout_s)
+        return _ordered(group, count, timeout_s, asks_memory=asks_memory)
     except BaseException:
         remove_placement_group(group)  # it would take the slots as soon as they are free
         raise
@@ -123,6 +149,7 @@ class _Place:
     node_id: str
     device_id: int
     visible_id: int
+    device_bytes: int
 
     @property
     def order(self) -> tuple[tuple[int, ...], str, int]:
@@ -130,11 +157,12 @@ class _Place:
 
 
 class _Probe:
-    def locate(self) -> _Place:
+    def locate(self, asks_memory: bool) -> _Place:
         device_id = _number_of(ray.get_gpu_ids())
         node_id = ray.get_runtime_context().get_node_id()
         visible_id = accelerator.resolve_visible_device_id(device_id)
-        return _Place(ray.util.get_node_ip_address(), node_id, device_id, visible_id)
+        memory = gpu_bytes(device_id) if asks_memory and not accelerator.current().is_cpu else 0
+        return _Place(ray.util.get_node_ip_address(), node_id, device_id, visible_id, memory)
 
 
 def _number_of(device_ids: Sequence[int | str]) -> int:
@@ -149,21 +177,23 @@ def _number_of(device_ids: Sequence[int | str]) -> int:
     return int(name)
 
 
-def _ordered(group: PlacementGroup, count: int, timeout_s: float) -> GpuSlots:
+def _ordered(group: PlacementGroup, count: int, timeout_s: float, *, asks_memory: bool = False) -> GpuSlots:
     """Sort bundles by node and device, so that neighboring ranks share a node."""
     # As long as the reservation: hundreds of cold processes import their code from one file system.
     unordered = GpuSlots(group, range(count), range(count))
     env = {"env_vars": worker_env() | NOSET_VISIBLE_DEVICES}
     actor = ray.remote(num_gpus=1)(_Probe)
     probes = [actor.options(scheduling_strategy=unordered.strategy(i), runtime_env=env).remote() for i in range(count)]
-    calls, what = [probe.locate.remote() for probe in probes], "device slots to report their nodes"
+    calls, what = [probe.locate.remote(asks_memory) for probe in probes], "device slots to report their nodes"
     places: list[_Place] = get(calls, timeout_s, what, "--placement-timeout")
     for probe in probes:  # killed now: each one holds the whole GPU of its slot
         ray.kill(probe)
     order = sorted(range(count), key=lambda i: places[i].order)
     for slot, place in enumerate(places[i] for i in order):
         logger.info("slot %d: device %d of node %s (%s)", slot, place.device_id, place.address, place.node_id[:8])
-    return GpuSlots(group, order, [places[i].device_id for i in order], [places[i].visible_id for i in order])
+    largest = max(place.device_bytes for place in places)
+    ids, visible_ids = [places[i].device_id for i in order], [places[i].visible_id for i in order]
+    return GpuSlots(group, order, ids, visible_ids, largest)
 
 
 def _address_key(address: str) -> tuple[int, ...]:

@@ -8,28 +8,28 @@ import logging
 import time
 from argparse import Namespace
 from collections.abc import Callable
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import ray
 
 from slime.batch.compile import compile_train_data
 from slime.batch.rewards import RewardArgs, SignalWatch
 from slime.batch.schedule import MicroBatchArgs, ParallelLayout
-from slime.batch.ship import split_by_dp
+from slime.batch.ship import Shipment, split_by_dp
 from slime.config.run_config import RunConfig
 from slime.data.dump_file import load_debug_rollout_data, save_debug_rollout_data, save_tokenizer
 from slime.data.sample import Sample, iter_samples
 from slime.hooks.load import load_function
-from slime.models.cost import calculate_fwd_flops
+from slime.models.cost import calculate_fwd_flops, flops_of_length
 from slime.models.hf_shape import read_shape
-from slime.observability.finished_samples import FinishedSamples
-from slime.observability.logging_utils import configure_logger
+from slime.observability.logging_utils import collecting, configure_logger
 from slime.observability.rollout_metrics import log_eval_rollout_data, log_rollout_data, mean_reward
 from slime.observability.sample_record import Example
+from slime.observability.trace_export import FinishedSamples
 from slime.ray.data_buffer import DataBufferClient
 from slime.ray.engines.http_workers import HttpWorkers, are_wanted, start_http_workers
 from slime.ray.engines.servers import RolloutServers
-from slime.ray.placement_group import GpuSlots
+from slime.ray.journal import Entry, Journal
 from slime.ray.run.cluster import worker_env
 from slime.ray.shards import RolloutResult, actor_options, boxed
 from slime.ray.watch.heartbeat import register_process
@@ -39,7 +39,10 @@ from slime.rollout.sample_hooks import set_current_rollout_id, set_evaluated_rol
 from slime.rollout.sglang_rollout import GenerateState
 from slime.utils.async_utils import exits_are_errors
 from slime.utils.errors import ConfigError
-from slime.utils.http_utils import set_sender
+from slime.utils.http_utils import get_rollout_num_engines, set_sender
+
+if TYPE_CHECKING:
+    from slime.ray.placement_group import GpuSlots
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +51,9 @@ _FAULT = "slime_plugins.ci_test.StopFirstEngine"
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# Concurrent: a rollout, an evaluation, a call to the engines, under_way(), and dispose(), which must not wait for them.
-_CALLS = 5
+# Concurrent: a rollout, an evaluation, a call to the engines, under_way(), await_journal(), and dispose(), which must
+# not wait for them.
+_CALLS = 6
 
 
 @exits_are_errors
@@ -68,6 +72,7 @@ class RolloutManager:
         self._http_workers: HttpWorkers | None = None
         self._finished = FinishedSamples(args)
         self._signal = SignalWatch(args)
+        self._journal = Journal.of(args)
         self._inject_fault: Any = None
 
     def start(self) -> None:
@@ -108,19 +113,28 @@ class RolloutManager:
         assert self._servers is not None, "there are no engines"
         return method(self._servers, *args, **kwargs)
 
-    def generate(self, rollout_id: int, saves_state: bool = False) -> RolloutResult:
+    def begin(self, first: int) -> int:
+        """Start at rollout ``first``. Returns the first rollout to generate: those before it are in the journal."""
+        return first if self._journal is None else self._journal.begin(first)
+
+    def await_journal(self, rollout_id: int) -> None:
+        """Wait until the journal has the rollout."""
+        if self._journal is not None:
+            self._journal.wait(rollout_id)
+
+    def generate(self, rollout_id: int, saves_state: bool = False, version: str | None = None) -> RolloutResult:
         """Generate one rollout: prompts -> groups of scored samples -> shards.
 
         Args:
             saves_state: save the Data Buffer's state after this rollout, for the checkpoint that follows.
+            version: of the weights that the engines serve.
         """
         set_current_rollout_id(rollout_id)
         if self._inject_fault is not None and self._servers is not None:
             self._inject_fault(rollout_id, self._servers.all_engines())
         started = time.monotonic()
-        groups, metrics = self._groups(rollout_id)
-        if saves_state:
-            self._data_buffer.save(rollout_id)
+        rollout, is_new = self._rollout(rollout_id, saves_state, version)
+        groups, metrics = rollout.groups, rollout.metrics
         samples = list(iter_samples(groups))
         save_debug_rollout_data(self._args.save_debug_rollout_data, samples, rollout_id=rollout_id, evaluation=False)
         self._finished.write(samples, rollout_id, "rollout")
@@ -148,22 +162,42 @@ class RolloutManager:
             dims=self._dims,
         )
         metrics["rollout/dropped_samples"] = float(shipment.num_dropped_samples)
+        num_passing = shipment.cost()
+        if num_passing is not None:
+            metrics["rollout/unique_token_share"] = num_passing / shipment.num_tokens
         boxes = [boxed(batch, self._args.rollout_data_transport) for batch in shipment.ranks]
         return RolloutResult(
             boxes,
             metrics,
+            version=None if is_new else rollout.newest,
+            oldest_version=None if is_new else rollout.version,
             num_tokens=sum(data["total_lengths"]),
-            forward_flops=self._flops(data["total_lengths"]),
+            forward_flops=self._flops(data["total_lengths"], shipment),
             num_groups=num_groups,
             example=example,
         )
 
-    def _flops(self, lengths: list[int]) -> float:
+    def _flops(self, lengths: list[int], shipment: Shipment) -> float:
         """Floating-point operations of one forward pass. 0 if they are unknown."""
         try:
-            return float(calculate_fwd_flops(lengths, read_shape(self._args.hf_checkpoint)))
+            shape = read_shape(self._args.hf_checkpoint)
+            shared = shipment.cost(flops_of_length(shape))
+            return float(calculate_fwd_flops(lengths, shape) if shared is None else shared)
         except ConfigError:  # only transformers knows the model (--train-backend fsdp)
             return 0.0
+
+    def _rollout(self, rollout_id: int, saves_state: bool, version: str | None) -> tuple[Entry, bool]:
+        """A rollout, and whether it was generated now. If not, an earlier start of the run finished it."""
+        known = None if self._journal is None else self._journal.take(rollout_id)
+        if known is not None:
+            logger.info("rollout %d was finished before the last start ended: it is not generated again", rollout_id)
+            return known, False
+        entry = Entry(*self._groups(rollout_id), version)
+        if saves_state or self._journal is not None:
+            self._data_buffer.save(rollout_id)
+        if self._journal is not None:
+            self._journal.add(rollout_id, entry)
+        return entry, True
 
     def _groups(self, rollout_id: int) -> tuple[Any, dict[str, float]]:
         if self._args.load_debug_rollout_data is not None:
@@ -172,11 +206,16 @@ class RolloutManager:
                 rollout_id=rollout_id,
                 subsample_ratio=self._args.load_debug_rollout_data_subsample,
             ), {}
-        output = self._call(self._rollout_function, rollout_id, evaluation=False)
+        with collecting() as logged:
+            output = self._call(self._rollout_function, rollout_id, evaluation=False)
         self._data_buffer.settle(rollout_id, _numbers(output.samples), self._keeps_prompts)
-        return output.samples, dict(output.metrics or {})
+        return output.samples, logged | dict(output.metrics or {})
 
     def _call(self, function: Any, rollout_id: int, *, evaluation: bool) -> Any:
+        if self._servers is not None:  # engines may have joined
+            GenerateState(self._args).slots.grow(
+                self._args.sglang_server_concurrency * get_rollout_num_engines(self._args)
+            )
         try:
             output = call_rollout_fn(function, self._args, rollout_id, self._data_buffer, evaluation=evaluation)
         except Exception:
@@ -193,13 +232,16 @@ class RolloutManager:
         ``eval/weight_version`` is the oldest version that engines reported, in rollouts that it was trained on.
         """
         set_evaluated_rollout_id(rollout_id)
-        output = self._call(self._eval_function, rollout_id, evaluation=True)
+        with collecting() as logged:
+            output = self._call(self._eval_function, rollout_id, evaluation=True)
         samples: list[Sample] = [s for result in output.data.values() for s in result.get("samples", [])]
         save_debug_rollout_data(self._args.save_debug_rollout_data, samples, rollout_id=rollout_id, evaluation=True)
         self._finished.write(samples, rollout_id, "eval")
         versions = {int(v) for s in samples for v in s.weight_versions if str(v).isdecimal()}
         known = {"eval/weight_version": float(min(versions))} if versions else {}
-        return known | log_eval_rollout_data(rollout_id, self._args, output.data, output.metrics, self._log_eval)
+        return (
+            known | logged | log_eval_rollout_data(rollout_id, self._args, output.data, output.metrics, self._log_eval)
+        )
 
     def under_way(self) -> str:
         """How far the rollout or evaluation is, for the console: ``9/16 groups``."""

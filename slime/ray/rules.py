@@ -26,9 +26,10 @@ from slime.backends.training.export_files import check_export
 from slime.config import notices
 from slime.config.check import numbers, paths
 from slime.config.groups import flag_of
+from slime.config.plan.devices import colocation_problems, gpu_bytes, is_judged
 from slime.config.roles import check_roles, read_roles, role_args
 from slime.hooks.load import check_hooks
-from slime.models.family import families
+from slime.models.family import families, is_family_spec, is_vision_spec
 from slime.models.hf_shape import read_shape
 from slime.rollout.arguments import DEFAULT_ROLLOUT_FUNCTION
 from slime.utils import accelerator
@@ -61,6 +62,46 @@ def _balance(args: Namespace) -> Iterator[str]:
     for name in ("balance_data", "balance_by_flops"):
         if vars(args)[name] and not _is_known(args.hf_checkpoint):
             yield f"{flag_of(name)} does not know how much this model of --hf-checkpoint {args.hf_checkpoint} computes."
+
+
+def _shared_prefixes(args: Namespace) -> Iterator[str]:
+    """Parts that read the tokens of a micro-batch as separate sequences."""
+    if not args.share_prefixes or args.debug_rollout_only:
+        return
+    parts = {
+        f"--context-parallel-size {args.context_parallel_size} cuts every sequence into equal pieces": (
+            args.context_parallel_size > 1
+        ),
+        "--loss-type custom_loss reads the logits of all rows sample by sample": args.loss_type == "custom_loss",
+        "--enable-mtp-training predicts along whole sequences": args.enable_mtp_training,
+        f"--attention-dropout {args.attention_dropout} differs from sample to sample": args.attention_dropout > 0,
+        f"--hidden-dropout {args.hidden_dropout} differs from sample to sample": args.hidden_dropout > 0,
+        f"--attn-implementation {args.attn_implementation} sees no keys of other samples": bool(
+            args.attn_implementation
+        ),
+        "--custom-model-provider-path has an attention that is not known": bool(args.custom_model_provider_path),
+        f"--spec {' '.join(args.spec or ())} has an attention that is not known": _has_users_layers(args),
+        **_special_attention(args),
+    }
+    for part, is_given in parts.items():
+        if is_given:
+            yield f"--share-prefixes is not supported yet with {part}: drop one of them."
+    if args.multimodal_keys:
+        notices.warn(args, "--share-prefixes", "no effect on batches with images")
+
+
+def _has_users_layers(args: Namespace) -> bool:
+    return bool(args.spec) and not is_family_spec(args.spec[0]) and not is_vision_spec(args.spec[0])
+
+
+def _special_attention(args: Namespace) -> dict[str, bool]:
+    if args.hf_checkpoint is None or not _is_known(args.hf_checkpoint):
+        return {}
+    shape, where = read_shape(args.hf_checkpoint), f"--hf-checkpoint {args.hf_checkpoint}"
+    return {
+        f"{where}, whose linear attention carries a state along each sequence": shape.delta_net is not None,
+        f"{where}, whose sparse attention chooses keys from one sequence": shape.sparse is not None,
+    }
 
 
 def _is_known(hf_checkpoint: str) -> bool:
@@ -118,7 +159,7 @@ def _fake_quantization(args: Namespace) -> Iterator[str]:
         yield from kv_fp8(args)
 
 
-TRAINER_RULES = (_backend, _balance, _converter, _fake_quantization)
+TRAINER_RULES = (_backend, _balance, _shared_prefixes, _converter, _fake_quantization)
 
 
 # ---- roles: the trainer's rules once more, for the arguments that --megatron-config-path gives each role
@@ -171,6 +212,21 @@ def _heartbeats(args: Namespace) -> Iterator[str]:
             f"--heartbeat-timeout {args.heartbeat_timeout:g} is less than a healthy process may need: "
             "give at least 1 second, or 0 for no heartbeats."
         )
+
+
+def _engines_port(args: Namespace) -> Iterator[str]:
+    if args.engines_port is None:
+        return
+    start = f"--engines-port {args.engines_port}:"
+    if not 0 <= args.engines_port < 2**16:
+        yield f"{start} a port is a number from 0 (any free one) to 65535."
+    if args.colocate:
+        yield (
+            f"{start} with --colocate the engines take turns with the trainer on its devices, so their number is that "
+            "of the devices. Leave one of the two flags out."
+        )
+    if args.debug_train_only:
+        yield f"{start} --debug-train-only starts no engine. Leave one of the two flags out."
 
 
 def _first_model(args: Namespace) -> Iterator[str]:
@@ -234,6 +290,19 @@ def _writable(args: Namespace) -> Iterator[str]:
             yield f"{flag} {path}: {place} cannot be written: name another directory, or change its rights."
 
 
+def _hub(args: Namespace) -> Iterator[str]:
+    # The first export may be hours after the start. Nothing asks the Hub here.
+    if args.push_to_hub is None:
+        return
+    from huggingface_hub import get_token, is_offline_mode
+
+    flag = f"--push-to-hub {args.push_to_hub}"
+    if is_offline_mode():
+        yield f"{flag} needs the Hub, but HF_HUB_OFFLINE is set in the environment: unset it, or drop the flag."
+    elif get_token() is None:
+        yield f"{flag} needs a token that may write: set HF_TOKEN in the environment, or run hf auth login."
+
+
 def _open_files(args: Namespace) -> Iterator[str]:
     # Ray fails in the middle of its start otherwise. slime doctor names a good limit.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -243,6 +312,12 @@ def _open_files(args: Namespace) -> Iterator[str]:
             f"ulimit -n is {soft}: a process may open that many files and sockets, and a run needs at least "
             f"{_MIN_OPEN_FILES}. Run ulimit -n 65536 in the shell that starts it{limit}."
         )
+
+
+def _device_memory(args: Namespace) -> Iterator[str]:
+    # In a running cluster the devices may be those of other machines: the placement asks them.
+    if not os.environ.get("RAY_ADDRESS") and not accelerator.current().is_cpu and is_judged(args):
+        yield from colocation_problems(args, gpu_bytes())
 
 
 def _other_cluster(args: Namespace) -> Iterator[str]:
@@ -296,8 +371,8 @@ def _needs_ci_test(args: Namespace) -> Iterator[str]:
     yield from ()
 
 
-RULES: Rules = (_first_model, _heartbeats, _checksums, check_roles, check_adapters)
+RULES: Rules = (_first_model, _engines_port, _heartbeats, _checksums, check_roles, check_adapters)
 CI_RULES: Rules = (_norm_templates, _needs_ci_test)
 ROLE_RULES: Rules = (_roles,)
 ROLE_HOOK_RULES: Rules = (_role_hooks,)
-MACHINE_RULES: Rules = (_transport, _writable, _open_files, _other_cluster)
+MACHINE_RULES: Rules = (_transport, _writable, _hub, _open_files, _device_memory, _other_cluster)

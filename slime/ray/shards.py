@@ -70,8 +70,6 @@ def process_rollout_data(
     """
     if len(rollout_data_ref) != dp_size:
         raise DataError(f"the rollout was split for {len(rollout_data_ref)} data-parallel ranks, there are {dp_size}.")
-    import ray  # the box itself needs none of it
-
     deadline = {} if args is None else {"timeout": from_args(ClusterArgs, args).train_timeout}
     columns: dict[str, Any] = ray.get(rollout_data_ref[dp_rank].inner, **deadline)
     # raw_reward covers the whole rollout, partition has the positions of this rank's samples in it

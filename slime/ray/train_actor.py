@@ -5,20 +5,23 @@ The backend (``Trainer`` protocol) knows neither Ray nor engines. Called by ``ac
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import ray
 
 from slime.backends.protocols import (
     EVERY_RANK,
+    SOURCE,
     TRAINER_PARTS,
     AdapterProof,
+    Canary,
     EngineFleet,
     NamedTensor,
     Recipients,
@@ -26,12 +29,16 @@ from slime.backends.protocols import (
     TrainerPart,
     TrainReport,
     WeightExporter,
+    weights_dtype,
 )
-from slime.backends.sglang_utils.checksum import expected_checksums
+from slime.backends.sglang_utils.checksum import SGLangTensors
 from slime.backends.training.hf_files import save_hf_directory
 from slime.config.arguments import SyncArgs
 from slime.config.groups import from_args
+from slime.data.served_adapter import adapter_fields
 from slime.hooks.load import load_function
+from slime.models.config_json import read_model_config
+from slime.models.hf_shape import read_shape
 from slime.observability.logging_utils import configure_logger
 from slime.ray.engines.fleet import RayEngineFleet
 from slime.ray.run.cluster import engines_share_devices, node_address
@@ -41,9 +48,13 @@ from slime.rollout.arguments import DEFAULT_ROLLOUT_FUNCTION
 from slime.utils import accelerator
 from slime.utils.async_utils import exits_are_errors
 from slime.utils.errors import DataError
+from slime.utils.memory_utils import bytes_of
 from slime.utils.net import PortClaim, claim_ports
+from slime.weight_sync.probe import probe_ids
 from slime.weight_sync.quantize import Quantizer, find_quantizer
+from slime.weight_sync.root_hash import RootProof
 from slime.weight_sync.session import TrainerRanks, WeightUpdate
+from slime.weight_sync.tensor_files import checksum_function
 from slime.weight_sync.transports import TRANSPORTS, TrainerSide, with_adapter
 from slime.weight_sync.updater import Updater
 
@@ -60,13 +71,19 @@ class SyncReport:
         seconds: from the pause of the engines to their continuation, on the source rank. 0 elsewhere.
         num_bytes: bytes sent to each engine.
         changed_share: changed bytes over all bytes, if differences were sent.
+        weights: tensor name -> checksum of what was sent, in deterministic mode. Else empty.
         proof: by which every engine can be asked whether it uses the adapter that was sent. None without an adapter.
+        canary: the trainer's scores, to which those of every engine are compared. None with an adapter.
+        root: the root hash of the version, which every engine holds. Empty if tensors are not compared.
     """
 
     seconds: float = 0.0
     num_bytes: int = 0
     changed_share: float | None = None
     proof: AdapterProof | None = None
+    weights: Mapping[str, str] = field(default_factory=dict)
+    canary: Canary | None = None
+    root: str = ""
 
 
 @exits_are_errors
@@ -92,6 +109,7 @@ class TrainActor:
         self._device_index = accelerator.resolve_visible_device_id(device_index)
         self._trainer: Trainer | None = None
         self._weight_updater = weight_updater(args, rank, world_size)
+        self._proof = root_proof(args) if role == "actor" else None
         self._kept_version: str | None = None
         self._rendezvous: PortClaim | None = None
 
@@ -176,22 +194,41 @@ class TrainActor:
             self._kept_version = version
         started = time.monotonic()
         checks = self._sync_args.check_weight_update_equal
-        has_checksums = accelerator.current().is_cpu and all(engine.num_gpus == 1 for engine in fleet.engines)
+        is_cpu = accelerator.current().is_cpu
         update = WeightUpdate(
             version=version,
             max_chunk_bytes=self._sync_args.update_weight_buffer_size,
             timeout_s=self._sync_args.weight_sync_timeout,
-            checksums=expected_checksums if checks and has_checksums else None,
-            restores=checks and not has_checksums and version == "0" and self._args.load is None,
+            proof=self._proof,
+            restores=checks and not is_cpu and version == "0" and self._args.load is None,
             comes_again=self._args.use_fault_tolerance,
             continues=not engines_share_devices(self._args),
         )
         updater = self._weight_updater
         num_bytes = updater.update(fleet, self.trainer, update)
+        seconds = time.monotonic() - started
         proof = self.trainer.adapter_proof(version)
+        canary = None
+        # not with an adapter: its proof scores the same tokens
+        if proof is None and self._sync_args.weight_sync_proof != "none":
+            ids = probe_ids(read_shape(self._args.hf_checkpoint).vocab_size)
+            scores = self.trainer.fixed_log_probs(ids)[-(len(ids) // 2) :]  # a collective
+            canary = Canary(version, ids, scores, canary_tolerance(self._args))
+        weights = self._checksums() if self._args.deterministic_mode else {}
         if not self.trainer.is_weight_source:
             return SyncReport()
-        return SyncReport(time.monotonic() - started, num_bytes, updater.changed_share, proof)
+        root = "" if self._proof is None else self._proof.root
+        return SyncReport(seconds, num_bytes, updater.changed_share, proof, weights, canary, root)
+
+    def _checksums(self) -> dict[str, str]:
+        """Tensor name -> checksum, on the source rank. A collective of all ranks."""
+        kinds = [self.trainer.export_weights, self.trainer.export_adapter]
+        exported = itertools.chain.from_iterable(
+            export(recipients=SOURCE) for export in kinds[: 1 + bool(adapter_fields(self._args))]
+        )
+        # a separate pass: the tensors that a sync sends depend on transport, layout and quantization
+        checksum = checksum_function("xxh3-128")
+        return {name: checksum(bytes_of(tensor)) for name, tensor in exported}
 
 
 def trainer_class(args: Namespace, role: Literal["actor", "critic", "scorer"]) -> Callable[..., Trainer]:
@@ -253,6 +290,31 @@ def check_provenance(
 
 # ---- the transport of weights to the engines. If ``--hf-checkpoint`` is quantized, the exported weights are quantized
 # on the way, so that engines get the format that they were started with.
+
+
+# Median difference of log-probs, in nats, that rounding may cause: in fp32, 16 bits, and with quantized weights.
+_TOLERANCES = (0.01, 0.25, 0.75)
+
+
+def canary_tolerance(args: Namespace) -> float:
+    """The largest median difference of an engine's log-probs of the canary."""
+    if read_model_config(args.hf_checkpoint).get("quantization_config") is not None:
+        return _TOLERANCES[2]
+    return _TOLERANCES[weights_dtype(fp16=args.fp16, fp32=args.fp32) != "float32"]
+
+
+def root_proof(args: Namespace) -> RootProof | None:
+    """The comparison of every sync with the engines' tensors, or None with ``--weight-sync-proof canary``."""
+    sync, is_cpu = from_args(SyncArgs, args), accelerator.current().is_cpu
+    is_strict = sync.check_weight_update_equal and is_cpu
+    # the older flag asks for the comparison by itself
+    if args.debug_train_only or (sync.weight_sync_proof != "full" and not is_strict):
+        return None
+    shape = read_shape(args.hf_checkpoint)
+    num_experts = 0 if shape.moe is None else shape.moe.num_experts
+    tensors = SGLangTensors(shape.num_layers, shape.num_query_groups, num_experts, on_cpu=is_cpu)
+    return RootProof(tensors, is_strict=is_strict)
+
 
 _RANKS_GRACE_S = 60.0  # the source must fail before the other ranks: only its error names the engine
 

@@ -18,14 +18,14 @@ from typing import Any
 
 import psutil
 import ray
-from ray.exceptions import RayError
 
 from slime.backends.protocols import EngineFleet, Probe, TrainReport
 from slime.backends.training.checkpoint_files import iteration_directory
 from slime.config.run_config import RunConfig
+from slime.data.schedule import WeightHistory
 from slime.hooks.load import load_function
 from slime.observability.console import Console, Row
-from slime.observability.step_metrics import Work, perf_metrics, warn_if_mismatched
+from slime.observability.metric_utils import Work, perf_metrics, warn_if_mismatched
 from slime.observability.tracking import Tracker
 from slime.ray.actor_group import RayTrainGroup
 from slime.ray.data_buffer import DataBufferClient
@@ -33,28 +33,26 @@ from slime.ray.engines.fleet import WaitingEngines
 from slime.ray.engines.recovery import Recovery, RemoteEngines
 from slime.ray.placement_group import GpuSlots, release_placement_groups
 from slime.ray.run.device_handoff import DeviceHandoff
+from slime.ray.run.hub_push import HubPushes
 from slime.ray.run.prefetch import PrefetchedRollouts
 from slime.ray.shards import RolloutResult
 from slime.ray.train_actor import SyncReport
 from slime.ray.watch.failure_report import message_of
-from slime.ray.watch.progress import Progress, phase
+from slime.ray.watch.progress import CurrentPhases, Progress, phase
 from slime.ray.watch.waiting import get, raise_if_dead
 from slime.utils.deadline import acknowledge
 from slime.utils.errors import SlimeError
 from slime.utils.files import RunLock
-from slime.weight_sync.probe import verify_adapter
+from slime.utils.misc import should_run_periodic_action
+from slime.weight_sync.probe import verify_adapter, verify_canary
+from slime.weight_sync.tensor_files import content_hash
 
 logger = logging.getLogger(__name__)
 
 _DISPOSE_TIMEOUT_S = 20.0
 _FINISH_SAVES_TIMEOUT_S = 1800.0
-_PHASES = {"generate": "generating", "eval": "evaluating", "train": "training", "save": "saving", "sync": "syncing"}
+_JOURNAL_TIMEOUT_S = 600.0
 _CHECKS = "slime_plugins.ci_test.check_expectations"
-
-
-def is_due(rollout_id: int, interval: int | None, last: int | None = None) -> bool:
-    """Whether a periodic action is due after rollout ``rollout_id``. Always true after the rollout ``last``."""
-    return interval is not None and ((rollout_id + 1) % interval == 0 or rollout_id == last)
 
 
 @dataclass(frozen=True)
@@ -70,6 +68,8 @@ class LoopArgs:
     ci_save_grad_norm: str | None = None
     debug_train_only: bool = False
     engine_start_timeout: float = 0.0
+    push_to_hub: str | None = None
+    max_weight_staleness: int | None = None
     num_critic_only_steps: int = 0
     rollout_timeout: float = 0.0
     save: str | None = None
@@ -89,7 +89,9 @@ class RunHandles:
 
     Attributes:
         console: writes the lines of the run.
+        engine_port: the ``EnginePort`` of ``--engines-port``.
         trainers: groups of ranks in the order of their start: actor, critic.
+        weights: records the hash of every version. None unless the run is deterministic.
     """
 
     tracker: Tracker
@@ -99,6 +101,8 @@ class RunHandles:
     progress: Progress
     console: Console = field(default_factory=Console)
     save_lock: RunLock | None = None
+    weights: WeightHistory | None = None
+    engine_port: Any = None
     trainers: list[RayTrainGroup] = field(default_factory=list)
 
     @property
@@ -108,6 +112,8 @@ class RunHandles:
     def dispose(self) -> None:
         """Stop every process and close the trackers, in any state of the run. Nothing of it remains in Ray."""
         acknowledge()  # otherwise the waits below would raise the interrupt again
+        if self.engine_port is not None:
+            self.engine_port.close()
         try:
             get(self.manager.dispose.remote(), _DISPOSE_TIMEOUT_S, "the rollout manager to stop its engines")
         except Exception as error:  # the actors die below with their children, whatever failed here
@@ -128,6 +134,7 @@ class Run:
 
     Attributes:
         rollout_ids: from the first rollout of this run to the end of training.
+        rollouts_per_epoch: known if ``--num-epoch`` sets the length of the run.
         engines: None with ``--debug-train-only``.
         takes_weights: whether any engine receives weights.
         trainer: None with ``--debug-rollout-only``.
@@ -138,6 +145,7 @@ class Run:
     config: RunConfig
     handles: RunHandles
     rollout_ids: range
+    rollouts_per_epoch: int | None = None
     engines: RemoteEngines | None = None
     takes_weights: bool = False
     trainer: RayTrainGroup | None = None
@@ -152,6 +160,7 @@ class Run:
             self._recovery = Recovery(self.engines, self._send_current_weights, self._args.engine_start_timeout)
         self._trainer_in_use = threading.Lock()  # a generating thread may send weights to an engine that restarted
         self._prefetched: PrefetchedRollouts[RolloutResult] | None = None
+        self._pushes = HubPushes(self._args.push_to_hub)
         self._evaluation: tuple[Any, int] | None = None
         self._version: str | None = None
         self._probed: Probe | None = None
@@ -161,8 +170,6 @@ class Run:
         self._synced = SyncReport()
         self._seconds: dict[str, float] = {}
         self._live = ExitStack()
-        self._under_way: Any = None
-        self._counted = ""
 
     @property
     def start_rollout_id(self) -> int:
@@ -184,11 +191,13 @@ class Run:
         version = self._version
         # The Data Buffer's state for a checkpoint is saved now: when the trainer gets there, later rollouts may
         # already draw prompts.
-        saves_state = is_due(rollout_id, self._args.save_interval, self.num_rollout - 1)
-        ref = self.handles.manager.generate.remote(rollout_id, saves_state)
+        saves_state = self.is_due(rollout_id, self._args.save_interval)
+        ref = self.handles.manager.generate.remote(rollout_id, saves_state, version)
         result: RolloutResult = self._wait_for_engines(ref, f"rollout {rollout_id}")
-        seconds = time.monotonic() - started
-        return replace(result, version=self._version, oldest_version=version, seconds=seconds)
+        result = replace(result, seconds=time.monotonic() - started)
+        if result.version is not None:  # an earlier start of the run has generated it
+            return result
+        return replace(result, version=self._version, oldest_version=version)
 
     def _let_engines_work(self) -> None:
         if not self._args.is_async:  # the engines of an asynchronous run always work
@@ -214,24 +223,27 @@ class Run:
                 return False
             with self.handoff.to_sync_with(waiting.fleet, self._args.weight_sync_timeout):
                 report = self.trainer.update_weights(waiting.fleet, version)
-            self._verify_adapter(waiting.fleet, report)
+            self._verify_computation(waiting.fleet, report)
             self._version = version
             return True
         finally:
             self._trainer_in_use.release()
 
-    def _verify_adapter(self, fleet: EngineFleet, report: SyncReport) -> None:
-        """Raise an EngineError unless every engine of ``fleet``, which serves, uses the adapter that it was sent."""
+    def _verify_computation(self, fleet: EngineFleet, report: SyncReport) -> None:
+        """Raise an EngineError unless every engine of ``fleet``, which serves, computes with the last sync."""
+        if report.canary is not None:
+            verify_canary(fleet, report.canary, self._args.weight_sync_timeout, self._synced.canary)
         if report.proof is not None:
             verify_adapter(fleet, report.proof, self._args.weight_sync_timeout, self._probed)
             self._probed = report.proof.probe
 
     def prefetch_rollouts(self) -> PrefetchedRollouts[RolloutResult]:
-        """All rollouts of the run, generated up to ``--async-buffer-size`` ahead of the trainer."""
+        """All rollouts of the run, generated ahead of the trainer: up to ``--async-buffer-size``, or the staleness."""
+        bounds = (self._args.async_buffer_size, self._args.max_weight_staleness)
         self._prefetched = PrefetchedRollouts(
             self.generate,
             self.rollout_ids,
-            capacity=self._args.async_buffer_size,
+            capacity=min(bound for bound in bounds if bound is not None),
             timeout_s=self._args.rollout_timeout,
             fix="--rollout-timeout",
         )
@@ -254,6 +266,7 @@ class Run:
             else:
                 report = self._train_both(self.trainer, self.critic, rollout_id, rollout)
             self._num_trained = rollout_id + 1
+        self._await_journal(rollout_id)
         self.handles.data_buffer.trained(rollout_id)
         is_first, self._train_ended = self._train_ended is None, time.monotonic()
         self._seconds["train"] = self._train_ended - started
@@ -261,6 +274,11 @@ class Run:
             self._seconds["first_step"] = time.time() - psutil.Process().create_time()
             logger.info("first trained step %.1f s after the start of the command", self._seconds["first_step"])
         return report
+
+    def _await_journal(self, rollout_id: int) -> None:
+        """Wait until a start after a death would train on the same samples. It never lasts long, unless a disk does."""
+        ref = self.handles.manager.await_journal.remote(rollout_id)
+        get(ref, _JOURNAL_TIMEOUT_S, f"the rollout manager to write rollout {rollout_id} to the journal")
 
     def _train_both(
         self, trainer: RayTrainGroup, critic: RayTrainGroup, rollout_id: int, rollout: RolloutResult
@@ -287,16 +305,25 @@ class Run:
             fleet, report = self._recovery.sync(lambda fleet: (fleet, trainer.update_weights(fleet, version)))
             self._version = version
             self.handoff.to_engines()
-        with self._recovery.tolerating_deaths(fleet, "the proof of the adapter"):
-            self._verify_adapter(fleet, report)
+        with self._recovery.tolerating_deaths(fleet, "the proof of the sync"):
+            self._verify_computation(fleet, report)
         self._seconds["sync"] = report.seconds
         self._synced = report
+        if self.handles.weights is not None and report.weights:
+            other = self.handles.weights.add(num_trained, content_hash(report.weights), report.weights)
+            if other is not None:
+                text = "weights of version %d differ from those before the restart, first in %s: not the same history"
+                logger.warning(text, num_trained, other)
+
+    def is_due(self, rollout_id: int, interval: int | None, *, at_epochs: bool = True) -> bool:
+        """Every ``interval`` rollouts, after the last one, and after an epoch if ``--num-epoch`` sets their number."""
+        per_epoch = self.rollouts_per_epoch if at_epochs else None
+        return should_run_periodic_action(rollout_id, interval, per_epoch, self.num_rollout)
 
     def saves_after(self, rollout_id: int) -> bool:
-        """Every ``--save-interval`` rollouts and after the last one. An export needs no interval for the last."""
-        last = self.num_rollout - 1
-        exports_last = self._args.save_hf is not None and rollout_id == last
-        return exports_last or is_due(rollout_id, self._args.save_interval, last)
+        """As :meth:`is_due`. An export needs no interval for the last rollout."""
+        exports_last = self._args.save_hf is not None and rollout_id == self.num_rollout - 1
+        return exports_last or self.is_due(rollout_id, self._args.save_interval)
 
     @phase("trainer", "save")
     def save(self, rollout_id: int) -> None:
@@ -314,7 +341,9 @@ class Run:
                 files[str(iteration_directory(self._args.save, rollout_id))] = time.monotonic() - started
             if self._args.save_hf is not None:
                 path = self._args.save_hf.format(rollout_id=rollout_id)
+                self._pushes.wait_for(path)
                 self.trainer.save_hf(path)
+                self._pushes.begin(path, rollout_id, self.handles.tracker.directory)
                 files[path] = time.monotonic() - started - sum(files.values())
         self._seconds["save_model"] = time.monotonic() - started
         self.handles.console.saved(files, goes_on=self._args.async_save)
@@ -343,7 +372,6 @@ class Run:
         (ref, num_trained), self._evaluation = self._evaluation, None
         metrics: dict[str, float] = self._wait_for_engines(ref, f"the evaluation after {num_trained} rollouts")
         self.handles.tracker.log(metrics | {"eval/step": num_trained}, step_key="eval/step")
-        logger.info("eval after %d rollouts: %s", num_trained, {k: round(v, 4) for k, v in metrics.items()})
         self.handles.console.evaluated(num_trained, metrics)
         return metrics
 
@@ -381,31 +409,10 @@ class Run:
             self._check_numbers(self.config.args, rollout_id, training)
 
     def __enter__(self) -> Run:
-        self._live.enter_context(self.handles.console.terminal.live(self._status))
+        shown = CurrentPhases(self.progress, self.handles.manager)
+        console = self.handles.console
+        self._live.enter_context(console.terminal.live(lambda: console.progress(shown.now())))
         return self
-
-    def _status(self) -> str:
-        """The line in place."""
-        shown = [
-            (_PHASES[entry["phase"]] + self._count(entry["phase"]), time.time() - entry["since"])
-            for entry in self.progress.lanes()
-            if entry["phase"] in _PHASES
-        ]
-        return self.handles.console.progress(shown)
-
-    def _count(self, phase: str) -> str:
-        """The manager's count of groups or samples, without waiting for it."""
-        if phase not in ("generate", "eval"):
-            return ""
-        try:
-            if self._under_way is None:
-                self._under_way = self.handles.manager.under_way.remote()
-            elif ray.wait([self._under_way], timeout=0)[0]:
-                answer, self._under_way = self._under_way, None
-                self._counted = f" {ray.get(answer)}".rstrip()
-        except RayError:  # a dead manager ends the run elsewhere
-            self._under_way = None
-        return self._counted
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Stop everything. If the error is not one of slime's, first check whether a dead actor caused it."""
@@ -425,6 +432,7 @@ class Run:
             if self._prefetched is not None:
                 self._prefetched.stop()
             self.handles.dispose()
+            self._pushes.close(stops=error is not None)
 
     def _finish_saves(self) -> None:
         """Complete a checkpoint that is being written in the background, unless one of its ranks is dead."""

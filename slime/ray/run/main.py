@@ -24,7 +24,6 @@ from slime.ray.run.header import print_header
 
 def train(args: Namespace) -> None:
     """The synchronous loop: generate, train, send the new weights, again."""
-    from slime.ray.run.loop import is_due
     from slime.ray.run.start import start_run
 
     with start_run(args) as run:
@@ -42,16 +41,15 @@ def train(args: Namespace) -> None:
 
             if run.saves_after(rollout_id):
                 run.save(rollout_id)
-            if is_due(rollout_id, args.update_weights_interval, run.num_rollout - 1):
+            if run.is_due(rollout_id, args.update_weights_interval, at_epochs=False):
                 run.sync_weights(num_trained=rollout_id + 1)
             run.report(rollout_id, rollout, report)
-            if is_due(rollout_id, args.eval_interval, run.num_rollout - 1):
+            if run.is_due(rollout_id, args.eval_interval):
                 run.evaluate(rollout_id, num_trained=rollout_id + 1)
 
 
 def train_async(args: Namespace) -> None:
     """The asynchronous loop: the next rollouts are generated while the trainer works on this one."""
-    from slime.ray.run.loop import is_due
     from slime.ray.run.start import start_run
 
     with start_run(args) as run:
@@ -63,12 +61,12 @@ def train_async(args: Namespace) -> None:
 
             if run.saves_after(rollout_id):
                 run.save(rollout_id)
-            if is_due(rollout_id, args.update_weights_interval, run.num_rollout - 1):
+            if run.is_due(rollout_id, args.update_weights_interval, at_epochs=False):
                 # One set of weights generates a rollout: the one in flight ends first.
                 with prefetched.engines_idle():
                     run.sync_weights(num_trained=rollout_id + 1)
             run.report(rollout_id, rollout, report)
-            if is_due(rollout_id, args.eval_interval, run.num_rollout - 1):
+            if run.is_due(rollout_id, args.eval_interval):
                 run.evaluate(rollout_id, num_trained=rollout_id + 1)
 
 

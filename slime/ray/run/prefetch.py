@@ -29,7 +29,8 @@ class PrefetchedRollouts(Generic[T]):
     Args:
         generate: generates one rollout and blocks until it is finished.
         rollout_ids: in the order they are trained on.
-        capacity: rollouts that may be running or finished without having been taken (``--async-buffer-size``).
+        capacity: rollouts that may be running or finished without having been taken (``--async-buffer-size``). With 0
+            a rollout starts when it is taken, so nothing overlaps.
         timeout_s: longest wait for one rollout, and ``fix`` the flag that sets it.
     """
 
@@ -47,8 +48,9 @@ class PrefetchedRollouts(Generic[T]):
         self._timeout_s = timeout_s
         self._fix = fix
         self._finished: queue.Queue[T | BaseException] = queue.Queue()
-        self._change = threading.Condition()  # guards the four fields below
+        self._change = threading.Condition()  # guards the fields below
         self._free_slots = capacity
+        self._starts_when_taken = capacity == 0
         self._is_generating = False
         self._num_idle_wanted = 0
         self._is_stopped = False
@@ -58,6 +60,8 @@ class PrefetchedRollouts(Generic[T]):
     def take(self, rollout_id: int) -> T:
         """Return the next rollout and free its slot. Raises the errors of the generation."""
         deadline = Deadline(self._timeout_s, f"rollout {rollout_id}", self._fix)
+        if self._starts_when_taken:
+            self._free_slot()
         while True:
             try:
                 item = self._finished.get(timeout=min(_SLICE_S, deadline.remaining))
@@ -67,10 +71,14 @@ class PrefetchedRollouts(Generic[T]):
         if isinstance(item, BaseException):
             raise item
         # Not when the rollout is finished: finished rollouts count against the capacity, which bounds their staleness.
+        if not self._starts_when_taken:
+            self._free_slot()
+        return item
+
+    def _free_slot(self) -> None:
         with self._change:
             self._free_slots += 1
             self._change.notify_all()
-        return item
 
     @contextmanager
     def engines_idle(self) -> Iterator[None]:

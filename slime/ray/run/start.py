@@ -7,6 +7,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -16,6 +17,7 @@ from slime.config.resolve.paths import needs_reference
 from slime.config.roles import critic_args, needs_critic, role_args
 from slime.config.run_config import RunConfig
 from slime.data.ledger import ledger_path
+from slime.data.schedule import WEIGHTS, WeightHistory, read_schedule
 from slime.observability.console import START, Console
 from slime.observability.run_log import FILE, RUN_LOG
 from slime.observability.tracking import create_tracker, run_directory
@@ -28,6 +30,7 @@ from slime.ray.placement_group import create_placement_groups, release_placement
 from slime.ray.rollout import create_rollout_manager
 from slime.ray.run.cluster import engines_share_devices
 from slime.ray.run.device_handoff import DeviceHandoff
+from slime.ray.run.engine_port import EnginePort
 from slime.ray.run.loop import Run, RunHandles
 from slime.ray.watch.failure_report import message_of
 from slime.ray.watch.progress import Progress
@@ -49,12 +52,14 @@ class StartArgs:
     debug_rollout_only: bool = False
     debug_train_only: bool = False
     engine_start_timeout: float = 0.0
+    engines_port: int | None = None
     load: str | None = None
     num_epoch: int = 1
     num_rollout: int | None = None
     offload_train: bool = False
     prompt_data: str | None = None
     release_train: bool = False
+    replay_schedule: str | None = None
     rollout_batch_size: int = 1
     start_rollout_id: int | None = None
     trainer_start_timeout: float = 0.0
@@ -112,6 +117,7 @@ def _create_handles(args: Namespace) -> RunHandles:
         progress=progress,
         console=Console.of(args, directory),
         save_lock=save_lock,
+        weights=WeightHistory(ledger.with_name(WEIGHTS)) if args.deterministic_mode else None,
     )
 
 
@@ -126,7 +132,7 @@ def _complete(config: RunConfig, handles: RunHandles) -> Run:
 
     ready = [handles.manager.start.remote(), data_buffer.start()]
     parts |= _begin("data" if settings.debug_train_only else "engines", ready)
-    num_rollout = _num_rollout(settings, data_buffer, ready[-1])
+    num_rollout, per_epoch = _num_rollout(settings, data_buffer, ready[-1])
     config = config.with_facts(num_rollout=num_rollout)  # before the trainer: its learning-rate schedule needs it
     engines = None
     if not settings.debug_train_only:
@@ -143,17 +149,23 @@ def _complete(config: RunConfig, handles: RunHandles) -> Run:
     results = get([*ready, *starts], limit_s, what, _START_FLAGS, reports_work=True, meanwhile=note, slice_s=_SLICE_S)
     note()
     start_id = _start_id(settings, results[len(ready) :])
-    rollout_ids = range(start_id, num_rollout)
+    rollout_ids = range(start_id, _stop(settings, num_rollout))
     if not rollout_ids and num_rollout:
         text = "nothing is left to train: --load %s is at rollout %d, and --num-rollout is %d"
         logger.warning(text, settings.load, start_id, num_rollout)
-    data_buffer.begin(start_id)
+    what = "the rollout manager to read the journal"
+    first_new: int = get(handles.manager.begin.remote(start_id), settings.trainer_start_timeout, what)
+    data_buffer.begin(first_new, start_id if first_new > start_id else None)
     handles.progress.update(first_rollout=start_id, num_rollout=num_rollout)
+    if engines is not None and settings.engines_port is not None:
+        handles.engine_port = EnginePort(engines, settings.engines_port)
+        handles.progress.update(engines_url=f"{handles.engine_port.url}/engines")
     trainer, critic = (*handles.trainers, None, None)[:2]
     return Run(
         config=config.with_facts(start_rollout_id=start_id),
         handles=handles,
         rollout_ids=rollout_ids,
+        rollouts_per_epoch=per_epoch,
         engines=engines,
         takes_weights=engines is not None and bool(engines.call(RolloutServers.receivers).engines),
         trainer=trainer,
@@ -188,10 +200,14 @@ def _start_trainers(config: RunConfig, handles: RunHandles) -> list[Any]:
     return starts + critic.start_setup(with_ref=False)
 
 
-def _num_rollout(settings: StartArgs, data_buffer: DataBufferClient, is_read: Any) -> int:
-    """Number of rollouts: given, or so many epochs of the prompt file. ``is_read``: ref of the Data Buffer's start."""
+def _num_rollout(settings: StartArgs, data_buffer: DataBufferClient, is_read: Any) -> tuple[int, int | None]:
+    """Rollouts of the run, given or as many as the epochs of the prompt file have; and of an epoch in the second case.
+
+    Args:
+        is_read: ref of the Data Buffer's start.
+    """
     if settings.num_rollout is not None:
-        return settings.num_rollout
+        return settings.num_rollout, None
     get([is_read], settings.trainer_start_timeout, "the Data Buffer to read the prompts", "--trainer-start-timeout")
     per_epoch = len(data_buffer) // settings.rollout_batch_size
     if per_epoch == 0:
@@ -199,7 +215,14 @@ def _num_rollout(settings: StartArgs, data_buffer: DataBufferClient, is_read: An
             f"--prompt-data {settings.prompt_data} holds {len(data_buffer)} prompts, fewer than --rollout-batch-size "
             f"{settings.rollout_batch_size}: an epoch would have no rollout."
         )
-    return per_epoch * settings.num_epoch
+    return per_epoch * settings.num_epoch, per_epoch
+
+
+def _stop(settings: StartArgs, num_rollout: int) -> int:
+    """The end of the rollouts of this run. A recorded run may have been interrupted before its last one."""
+    if settings.replay_schedule is None:
+        return num_rollout
+    return min(num_rollout, 1 + max(read_schedule(Path(settings.replay_schedule)), default=-1))
 
 
 def _start_id(settings: StartArgs, loaded: Sequence[int]) -> int:

@@ -189,7 +189,7 @@ class Reports:
 
     first_s: float = 5.0
     every_s: float = 60.0
-    _started: float = field(default_factory=time.monotonic)
+    _started: float = field(default_factory=lambda: time.monotonic())
     _next_s: float | None = None
 
     def is_due(self) -> bool:

@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar
 
 import psutil
+import ray
+from ray.exceptions import RayError
 
 from slime.utils.deadline import raise_if_interrupted
 from slime.utils.files import replacing
@@ -30,6 +32,7 @@ from slime.utils.files import replacing
 PROGRESS = "progress.json"
 
 Lane = Literal["trainer", "engines"]
+_PHASES = {"generate": "generating", "eval": "evaluating", "train": "training", "save": "saving", "sync": "syncing"}
 Phase = Literal["start", "generate", "eval", "train", "save", "sync", "idle"]
 
 
@@ -114,3 +117,38 @@ def _process() -> dict[str, Any]:
 
 def _entry(name: Phase, rollout_id: int | None) -> dict[str, Any]:
     return {"phase": name, "rollout_id": rollout_id, "since": time.time()}
+
+
+class CurrentPhases:
+    """The phases of a run for the line in place: ``generating 9/16 groups``, without waiting for a process.
+
+    Args:
+        manager: the rollout manager, which counts groups and samples.
+    """
+
+    def __init__(self, progress: Progress, manager: Any) -> None:
+        self._progress = progress
+        self._manager = manager
+        self._under_way: Any = None
+        self._counted = ""
+
+    def now(self) -> list[tuple[str, float]]:
+        """Each phase with its seconds so far."""
+        return [
+            (_PHASES[entry["phase"]] + self._count(entry["phase"]), time.time() - entry["since"])
+            for entry in self._progress.lanes()
+            if entry["phase"] in _PHASES
+        ]
+
+    def _count(self, phase: str) -> str:
+        if phase not in ("generate", "eval"):
+            return ""
+        try:
+            if self._under_way is None:
+                self._under_way = self._manager.under_way.remote()
+            elif ray.wait([self._under_way], timeout=0)[0]:
+                answer, self._under_way = self._under_way, None
+                self._counted = f" {ray.get(answer)}".rstrip()
+        except RayError:  # a dead manager ends the run elsewhere
+            self._under_way = None
+        return self._counted

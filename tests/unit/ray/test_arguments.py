@@ -54,7 +54,7 @@ def test_a_minimal_command_resolves_to_one_step_per_rollout(tiny_task):
         ),
         (["--custom-rm-path", "nowhere.module.reward"], "--custom-rm-path nowhere.module.reward"),
         (["--n-samples-per-prompt", "1"], "--n-samples-per-prompt 1 makes every group-relative advantage zero"),
-        (["--sglang-port", "3"], "--sglang-port cannot be set"),
+        (["--sglang-port", "3", "--strict-args"], "--sglang-port: dropped: it is chosen by slime"),
         (["--save-interval", "0"], "--save-interval 0 must be at least 1"),
         (["--eval-prompt-data", "only-a-path", "x", "y"], "--eval-prompt-data"),
         (["--bf16"], "--bf16, --fp16 and --fp32 exclude each other"),

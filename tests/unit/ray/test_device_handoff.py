@@ -86,14 +86,22 @@ class FakeManager(Recorder):
         results = {"generate": RolloutResult([], {}), "eval": {}}
 
         def remote(*arguments: Any) -> Any:
-            self.tell(verb)
+            if verb != "await_journal":  # moves no memory
+                self.tell(verb)
             return results.get(verb)
 
         return SimpleNamespace(remote=remote)
 
 
 def story_of(
-    monkeypatch, tmp_path, fails_at: str = "", *, num_rollout: int = 1, critic: bool = False, **more: Any
+    monkeypatch,
+    tmp_path,
+    fails_at: str = "",
+    *,
+    num_rollout: int = 1,
+    per_epoch: int | None = None,
+    critic: bool = False,
+    **more: Any,
 ) -> list[str]:
     """The verbs of ``train.py`` in a colocated run of these settings, from the first sync to the end."""
     story: list[str] = []
@@ -114,6 +122,7 @@ def story_of(
     run = make_run(
         args=settings,
         rollout_ids=range(num_rollout),
+        rollouts_per_epoch=per_epoch,
         trainer=trainer,
         critic=of_critic,
         engines=Engines(),
@@ -170,6 +179,15 @@ def test_memory_changes_hands_in_the_order_that_never_has_two_owners(monkeypatch
 def test_an_export_without_an_interval_is_written_after_the_last_rollout(monkeypatch, tmp_path, settings, saved):
     story = story_of(monkeypatch, tmp_path, num_rollout=3, **settings)
     assert [verb for verb in story if "save" in verb] == [f"trainer.{verb}" for verb in saved]
+
+
+@pytest.mark.parametrize(("per_epoch", "after"), [(2, [1, 2, 3, 4]), (None, [2, 4])])
+def test_saves_and_evaluations_follow_the_interval_the_epochs_and_the_end(monkeypatch, tmp_path, per_epoch, after):
+    intervals = {"save_interval": 3, "eval_interval": 3}
+    story = story_of(monkeypatch, tmp_path, num_rollout=5, per_epoch=per_epoch, **intervals)
+    for verb in ("trainer.save", "manager.eval"):
+        done = [story[:place].count("trainer.train") - 1 for place, told in enumerate(story) if told == verb]
+        assert done == after
 
 
 def test_an_evaluation_after_training_without_a_sync_has_the_engines_awake(monkeypatch, tmp_path):

@@ -54,7 +54,7 @@ def test_the_slots_of_a_run_are_counted_as_its_mode_needs_them(flags, layout):
 def test_trainer_and_engines_take_their_slots_in_device_order(flags, trainer, engines, monkeypatch):
     """Bundles come in the reverse of the order of their devices here: what counts is the sorted order."""
     monkeypatch.setattr(
-        placement_group, "_reserve", lambda count, timeout_s: GpuSlots(None, range(count)[::-1], range(count))
+        placement_group, "_reserve", lambda count, *_, **__: GpuSlots(None, range(count)[::-1], range(count))
     )
     slots = create_placement_groups(settings(**flags))
     assert list(slots["actor"].bundles) == trainer

@@ -7,6 +7,7 @@ import errno
 import pytest
 from ray.exceptions import ObjectStoreFullError, OutOfDiskError, RayTaskError
 
+from slime.backends.training.arguments import CheckpointArgs
 from slime.ray.run.restart import exit_status
 from slime.ray.watch.failure_report import message_of
 from slime.utils.errors import DataError, ProcessDied
@@ -51,8 +52,23 @@ def test_expected_errors_become_a_message_and_status_1(capsys):
     assert capsys.readouterr().err == "error: row 3 is empty\n"
 
 
-def test_an_interruption_is_status_130(capsys):
-    with pytest.raises(SystemExit) as caught, exit_status():
+@pytest.mark.parametrize(
+    ("saved", "load", "hint"),
+    [
+        (None, "elsewhere", "No checkpoint was saved: the same command starts anew."),
+        (7, "elsewhere", "The same command with --load {save} continues with rollout 8."),
+        (7, "{save}", "The same command continues with rollout 8."),
+    ],
+)
+def test_an_interruption_is_status_130_and_names_the_rollout_that_follows(saved, load, hint, tmp_path, capsys):
+    if saved is not None:
+        (tmp_path / f"iter_{saved:07}").mkdir()
+        (tmp_path / f"iter_{saved:07}" / "metadata.json").write_text("{}")
+        (tmp_path / "latest_checkpointed_iteration.txt").write_text(str(saved))
+    checkpoints = CheckpointArgs(save=str(tmp_path), load=load.format(save=tmp_path))
+    with pytest.raises(SystemExit) as caught, exit_status(checkpoints):
         raise KeyboardInterrupt
     assert caught.value.code == 130
-    assert "every process of the run was stopped" in capsys.readouterr().err
+    assert capsys.readouterr().err == (
+        f"interrupted: every process of the run was stopped. {hint.format(save=tmp_path)}\n"
+    )

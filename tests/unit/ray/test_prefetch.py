@@ -107,3 +107,14 @@ def test_after_a_stop_no_rollout_is_started():
     rollouts.take(0)
     rollouts._thread.join(LIMIT_S)
     assert engines.started == [0]
+
+
+def test_without_places_a_rollout_starts_when_it_is_taken():
+    engines = Engines()
+    rollouts = prefetched(engines, capacity=0)
+    for rollout_id in range(3):
+        assert engines.started == list(range(rollout_id))
+        engines.weights = rollout_id
+        engines.finish_one()
+        assert rollouts.take(rollout_id) == (rollout_id, rollout_id, rollout_id)
+    rollouts.stop()

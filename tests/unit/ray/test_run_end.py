@@ -12,8 +12,14 @@ from slime.utils.errors import DataError, ProcessDied
 from tests.unit.ray.runs import NoProgress, make_run
 
 
-def _end(monkeypatch: pytest.MonkeyPatch, *, async_save: bool = True, death: Exception | None = None) -> list[str]:
-    """The calls of a run that ends with an error."""
+def _end(
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    async_save: bool = True,
+    death: Exception | None = None,
+    error: BaseException | None = None,
+) -> list[str]:
+    """The calls of a run that ends with ``error``, by default one of slime's."""
     story: list[str] = []
 
     def look(actors: Any, what: str) -> None:
@@ -24,8 +30,9 @@ def _end(monkeypatch: pytest.MonkeyPatch, *, async_save: bool = True, death: Exc
     monkeypatch.setattr(loop.RunHandles, "dispose", lambda self: story.append("disposed"))
     trainer = SimpleNamespace(ranks=[], finish_saves=lambda seconds: story.append("saved"))
     run = make_run(args={"async_save": async_save}, trainer=trainer, progress=NoProgress(story))
-    with pytest.raises(DataError), run:
-        raise DataError("a reward failed")
+    error = error or DataError("a reward failed")
+    with pytest.raises(type(error)), run:
+        raise error
     return story
 
 
@@ -39,3 +46,7 @@ def test_without_a_rank_that_it_needs_it_is_given_up_with_the_reason(
 ) -> None:
     assert _end(monkeypatch, death=ProcessDied("trainer rank 1 died")) == ["failed", "disposed"]
     assert "the checkpoint that was being written does not count: trainer rank 1 died" in caplog.text
+
+
+def test_a_run_that_is_stopped_by_ctrl_c_is_not_a_failed_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _end(monkeypatch, error=KeyboardInterrupt()) == ["interrupted", "saved", "disposed"]

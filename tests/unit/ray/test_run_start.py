@@ -78,7 +78,7 @@ def test_the_processes_that_report_their_nodes_have_the_time_of_the_placement(mo
         raise DeadlineExceeded("probes")
 
     group = SimpleNamespace(wait=lambda timeout_seconds: True)
-    remote = SimpleNamespace(options=lambda **_: remote, remote=lambda: SimpleNamespace(locate=remote))
+    remote = SimpleNamespace(options=lambda **_: remote, remote=lambda *_: SimpleNamespace(locate=remote))
     fake = SimpleNamespace(remote=lambda **_: lambda body: remote)
     for name, value in {
         "placement_group": lambda bundles, strategy: group,

@@ -22,7 +22,7 @@ from slime.ray.engines.fleet import WaitingEngines
 from slime.ray.rollout import RolloutManager
 from slime.ray.run import loop, start
 from slime.ray.shards import Box, RolloutResult
-from slime.ray.train_actor import SyncReport, TrainActor, weight_updater
+from slime.ray.train_actor import SyncReport, TrainActor, root_proof, weight_updater
 from slime.rollout.rules import FULLY_ASYNC
 from slime.utils.errors import ConfigError, EngineError
 from tests.unit.config.tiny_command import make_command
@@ -34,8 +34,9 @@ def test_the_state_of_the_data_is_saved_with_every_rollout_that_a_checkpoint_fol
 ) -> None:
     saved: list[bool] = []
 
-    def generate(rollout_id: int, saves_state: bool) -> RolloutResult:
+    def generate(rollout_id: int, saves_state: bool, version: str) -> RolloutResult:
         saved.append(saves_state)
+        assert version == "3"
         return RolloutResult([], {})
 
     monkeypatch.setattr(loop, "get", lambda ref, *arguments: ref)
@@ -53,6 +54,16 @@ def test_the_state_of_the_data_is_saved_with_every_rollout_that_a_checkpoint_fol
     results = [run.generate(rollout_id) for rollout_id in range(5)]
     assert saved == [False, True, False, True, True]
     assert {(result.version, result.oldest_version) for result in results} == {("3", "3")}
+
+
+def test_a_rollout_counts_as_trained_when_the_journal_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    monkeypatch.setattr(loop, "get", lambda ref, *arguments: ref)
+    manager = SimpleNamespace(await_journal=SimpleNamespace(remote=lambda number: order.append(f"journal {number}")))
+    buffer = SimpleNamespace(trained=lambda number: order.append(f"counted {number}"))
+    trainer = SimpleNamespace(train=lambda number, *arguments: order.append(f"trained {number}"))
+    make_run(trainer=trainer, manager=manager, data_buffer=buffer).train(3, RolloutResult([], {}))
+    assert order == ["trained 3", "journal 3", "counted 3"]
 
 
 def test_an_engine_that_waits_gets_weights_only_while_the_trainer_has_those_that_serve() -> None:
@@ -139,6 +150,16 @@ def test_samples_that_fill_no_step_are_a_metric(tmp_path: Path, monkeypatch: pyt
     result = made.generate(0)
     assert result.metrics["rollout/dropped_samples"] == 1
     assert [len(shard["tokens"]) for shard in result.shards] == [2]  # type: ignore[arg-type,index]
+    assert "rollout/unique_token_share" not in result.metrics
+    made.dispose()
+
+
+def test_the_share_of_tokens_that_pass_the_trainer_is_a_metric(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollout_module, "boxed", lambda batch, transport: batch)
+    made = make_manager(tmp_path, "--share-prefixes", "--micro-batch-size", "2")
+    result = made.generate(0)
+    assert result.metrics["rollout/unique_token_share"] == 0.5  # the samples are equal
+    assert 0 < result.forward_flops < made._flops([2, 2], SimpleNamespace(cost=lambda of_length: None))  # type: ignore[arg-type]
     made.dispose()
 
 
@@ -169,8 +190,10 @@ def test_new_weights_do_not_overtake_an_evaluation_that_is_under_way() -> None:
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        ("", {"checksums": False, "comes_again": False, "continues": True, "max_chunk_bytes": None}),
-        ("--check-weight-update-equal", {"checksums": True}),
+        ("", {"proof": "full", "comes_again": False, "continues": True, "max_chunk_bytes": None}),
+        ("--check-weight-update-equal", {"proof": "strict"}),
+        ("--weight-sync-proof canary", {"proof": None}),
+        ("--weight-sync-proof none --check-weight-update-equal", {"proof": "strict"}),
         ("--use-fault-tolerance", {"comes_again": True}),
         ("--colocate", {"continues": False}),
         ("--update-weight-buffer-size 4096 --weight-sync-timeout 7", {"max_chunk_bytes": 4096, "timeout_s": 7.0}),
@@ -184,6 +207,8 @@ def test_an_update_is_made_as_the_flags_say(flags: str, expected: dict[str, Any]
     rank = object.__new__(TrainActor)
     rank._args, rank._sync_args, rank._kept_version = args, from_args(SyncArgs, args), None
     rank._trainer = SimpleNamespace(is_weight_source=True, keep_version=kept.append, adapter_proof=lambda version: None)
+    rank._trainer.fixed_log_probs = lambda ids: [float(-token) for token in ids[1:]]
+    rank._proof = root_proof(args)
     rank._weight_updater = SimpleNamespace(  # type: ignore[assignment]
         update=lambda fleet, trainer, update: updates.append(update) or 0,
         changed_share=None,
@@ -191,7 +216,9 @@ def test_an_update_is_made_as_the_flags_say(flags: str, expected: dict[str, Any]
     fleet = SimpleNamespace(engines=[SimpleNamespace(num_gpus=1)])
     for _ in range(2):  # the same weights again do not make a new version to keep
         rank.update_weights(fleet, "5")  # type: ignore[arg-type]
-    found = vars(updates[0]) | {"checksums": updates[0].checksums is not None, "kept": kept}
+    proof = updates[0].proof
+    kind = None if proof is None else "strict" if proof.is_strict else "full"
+    found = vars(updates[0]) | {"proof": kind, "kept": kept}
     assert {name: found[name] for name in expected} == expected
 
 

@@ -8,18 +8,9 @@ from argparse import Namespace
 import pytest
 
 from slime.ray import rules
-from slime.ray.run.loop import is_due
 from slime.ray.run.restart import exit_status
 from slime.ray.watch.failure_report import message_of
 from slime.utils.errors import ConfigError, EngineError
-
-
-@pytest.mark.parametrize(
-    ("rollout_id", "interval", "last", "due"),
-    [(0, None, 0, False), (0, 2, 9, False), (1, 2, 9, True), (9, 4, 9, True), (9, 4, None, False), (0, 1, None, True)],
-)
-def test_periodic_actions_follow_the_interval_and_the_last_rollout(rollout_id, interval, last, due):
-    assert is_due(rollout_id, interval, last) is due
 
 
 def test_an_error_raised_on_purpose_in_an_actor_is_shown_without_rays_traceback():
