@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from slime.data.chat import load_tokenizer
+from slime.data.media import load_processor
 from slime.data.sample import Sample, iter_samples
 from slime.utils.errors import ConfigError, DataError
 from slime.utils.files import replacing
@@ -144,9 +145,16 @@ def save_debug_rollout_data(path_template: str | None, data: Any, *, rollout_id:
 
 
 def save_tokenizer(directory: str | None, hf_checkpoint: str) -> None:
-    """Put the tokenizer beside the dumps (``<directory>/tokenizer``), so that no checkpoint is needed to read them."""
-    if directory is not None:
-        load_tokenizer(hf_checkpoint, trust_remote_code=True).save_pretrained(Path(directory) / "tokenizer")
+    """Put the tokenizer beside the dumps (``<directory>/tokenizer``), so that no checkpoint is needed to read them.
+
+    The processor of a checkpoint for images is in ``<directory>/processor``.
+    """
+    if directory is None:
+        return
+    load_tokenizer(hf_checkpoint, trust_remote_code=True).save_pretrained(Path(directory) / "tokenizer")
+    processor = load_processor(hf_checkpoint)
+    if processor is not None:
+        processor.save_pretrained(Path(directory) / "processor")
 
 
 def load_debug_rollout_data(

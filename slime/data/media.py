@@ -107,8 +107,9 @@ def _expand(
             if not media:
                 raise DataError(f"{where}: there are more {part} in the prompt than media in the row")
             item = media.pop(0)
-            is_rich = isinstance(item, dict) and "type" in item
-            items.append(item if is_rich else {"type": kind.name, kind.name: item})
+            # Parquet's images, {"bytes", "path"}, are the media themselves.
+            is_rich = isinstance(item, dict) and not item.keys().isdisjoint(("type", kind.name, f"{kind.name}_url"))
+            items.append({"type": kind.name, **(item if is_rich else {kind.name: item})})
         elif part:
             items.append({"type": "text", "text": part})
     return items

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import multiprocessing
 import os
 import threading
@@ -27,6 +28,8 @@ from slime.data.media import expand_media, has_media, process_vision_info, run_p
 from slime.data.sample import Sample
 from slime.data.values import check_label, parse_json
 from slime.utils.errors import DataError
+
+logger = logging.getLogger(__name__)
 
 Row: TypeAlias = dict[str, Any]
 Placed: TypeAlias = tuple[str, Row]
@@ -60,6 +63,7 @@ class PromptMaker:
         max_length: prompts with more tokens are dropped. A text that must have more is not tokenized to be measured.
         special_tokens_as_text: encode special tokens in messages as text.
         multimodal_keys: kind of media -> row field. None for prompts that are text only.
+        label_is_optional: rows may lack the label, because no flag asked for it.
         processor: of the checkpoint, needed for media.
     """
 
@@ -74,6 +78,7 @@ class PromptMaker:
     processor: Any = None
     max_length: int | None = None
     special_tokens_as_text: bool = False
+    label_is_optional: bool = False
 
     def make(self, rows: Sequence[Placed]) -> list[Prepared]:
         """The prompts of some rows.
@@ -126,7 +131,9 @@ class PromptMaker:
             prompt, ids = self._render(where, messages, tools)
         label = None
         if self.label_key is not None:
-            label = check_label(where, self.label_key, field_of(where, row, self.label_key, "--label-key"))
+            key = self.label_key
+            value = row.get(key) if self.label_is_optional else field_of(where, row, key, "--label-key")
+            label = check_label(where, key, value)
         return Sample(prompt=prompt, tokens=ids, label=label, metadata=metadata, multimodal_inputs=media)
 
     def _render(self, where: str, messages: Sequence[Any], tools: list[Any] | None) -> tuple[str, list[int]]:
@@ -287,11 +294,16 @@ def _metadata(where: str, row: Row, key: str) -> dict[str, Any]:
     value = row.get(key)
     if isinstance(value, str) and value.lstrip().startswith("{"):
         value = parse_json(f"{where}: {key!r} (--metadata-key) looks like JSON", value)
-    if value is None or value == "":
-        return {}
-    if not isinstance(value, dict):
-        raise DataError(f"{where}: {key!r} (--metadata-key) must be an object, not {type(value).__name__}")
-    return dict(value)
+    if isinstance(value, dict):
+        return dict(value)
+    if value:
+        _warn_of_metadata(where.rpartition(":")[0], key, type(value).__name__)
+    return {}
+
+
+@functools.cache
+def _warn_of_metadata(file: str, key: str, kind: str) -> None:
+    logger.warning("%s: %r (--metadata-key) is a %s in some rows, not an object: it is left out", file, key, kind)
 
 
 def _tools(where: str, row: Row, key: str | None) -> list[Any] | None:

@@ -152,6 +152,7 @@ def open_prompts(
     first = next(iter(read()), None)
     if first is None:
         raise DataError(f"{path}: there is no row in it")
+    label_is_optional = label_key is None
     if label_key is None and _DEFAULT_LABEL_KEY in first[1]:
         label_key = _DEFAULT_LABEL_KEY
     maker = PromptMaker(
@@ -166,6 +167,7 @@ def open_prompts(
         processor=processor,
         max_length=max_length,
         special_tokens_as_text=special_tokens_as_text,
+        label_is_optional=label_is_optional,
     )
     return maker, read
 

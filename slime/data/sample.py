@@ -51,8 +51,10 @@ class _SpecInfo(_Counters):
         return _ratio(self.completion_token_num, self.spec_verify_ct)
 
     def add(self, meta_info: dict[str, Any]) -> None:
-        self.spec_accept_token_num += meta_info.get("spec_accept_token_num", 0)
-        self.spec_draft_token_num += meta_info.get("spec_draft_token_num", 0)
+        # The names that older engines use.
+        accepted, drafted = (meta_info.get(name, 0) for name in ("spec_accept_token_num", "spec_draft_token_num"))
+        self.spec_accept_token_num += meta_info.get("spec_num_correct_drafts", accepted)
+        self.spec_draft_token_num += meta_info.get("spec_num_proposed_drafts", drafted)
         self.spec_verify_ct += meta_info.get("spec_verify_ct", 0)
         self.completion_token_num += meta_info.get("completion_tokens", 0)
 
@@ -199,8 +201,8 @@ class Sample:
         """
         values = dict(data)
         values["status"] = _Status(values["status"])
-        values["spec_info"] = _SpecInfo.from_dict(values.get("spec_info", {}))
-        values["prefix_cache_info"] = _PrefixCacheInfo.from_dict(values.get("prefix_cache_info", {}))
+        values["spec_info"] = _SpecInfo.from_dict(values.get("spec_info") or {})
+        values["prefix_cache_info"] = _PrefixCacheInfo.from_dict(values.get("prefix_cache_info") or {})
         names = {item.name for item in fields(Sample)}
         sample = Sample(**{name: value for name, value in values.items() if name in names})
         for name, value in values.items():

@@ -70,6 +70,19 @@ def test_media_take_the_places_of_their_placeholders_and_the_row_stays_as_it_was
     assert len(row["images"]) == 2
 
 
+@pytest.mark.parametrize(
+    ("item", "expected"),
+    [
+        ({"image": "b", "max_pixels": 9}, {"type": "image", "image": "b", "max_pixels": 9}),
+        ({"image_url": "u"}, {"type": "image", "image_url": "u"}),
+        ({"bytes": b"", "path": None}, {"type": "image", "image": {"bytes": b"", "path": None}}),
+    ],
+)
+def test_the_settings_of_an_image_are_its_item(item: dict[str, Any], expected: dict[str, Any]) -> None:
+    (message,) = expand_media("f:1", user("<image>"), {"images": [item]}, KEYS)
+    assert message["content"] == [expected]
+
+
 def test_a_row_without_media_keeps_its_text_even_with_a_placeholder_in_it() -> None:
     assert expand_media("f:1", user("a <image> tag"), {}, KEYS) == user("a <image> tag")
 

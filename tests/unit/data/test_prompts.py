@@ -173,6 +173,18 @@ def test_default_keys_fall_back_to_prompt_and_label(rows_file, tokenizer):
     assert (data[0].prompt, data[0].label) == ("1+1=", "2")
 
 
+def test_a_label_that_no_flag_asked_for_may_be_missing(rows_file, tokenizer):
+    data = Dataset(rows_file([{"text": "1", "label": "2"}, {"text": "1"}]), tokenizer, None, None)
+    assert [sample.label for sample in data.samples] == ["2", None]
+
+
+@pytest.mark.parametrize(("value", "is_told"), [(0, False), ([], False), ([1], True), ("math", True)])
+def test_metadata_that_are_no_object_are_left_out(rows_file, tokenizer, caplog, value, is_told):
+    path = rows_file([{"text": "1", "metadata": value}] * 2)
+    assert [sample.metadata for sample in Dataset(path, tokenizer, None, None).samples] == [{}, {}]
+    assert caplog.text.count("(--metadata-key) is a") == is_told
+
+
 @pytest.mark.parametrize(
     ("rows", "options", "fragment"),
     [
@@ -181,7 +193,6 @@ def test_default_keys_fall_back_to_prompt_and_label(rows_file, tokenizer):
         ([{"text": 3}], {"apply_chat_template": True}, "rows.jsonl:1: 'text' must be text or a list of messages for"),
         ([{"text": None}], {}, "there is no 'text'"),
         ([{"text": "1", "metadata": "{broken"}], {}, "looks like JSON: not valid JSON"),
-        ([{"text": "1", "metadata": [1]}], {}, "must be an object, not list"),
         ([{"text": "1", "tools": {"a": 1}}], {"tool_key": "tools"}, "must be a list of tools"),
         ([{"text": [{"content": "no role"}]}], {"apply_chat_template": True}, "rows.jsonl:1: the chat template"),
         ([], {}, "there is no row"),

@@ -40,6 +40,13 @@ def test_reading_a_dictionary_leaves_it_alone_and_refuses_a_bad_status():
         Sample.from_dict({"status": "done"})
 
 
+def test_counters_that_are_null_or_have_the_names_of_older_engines_are_read():
+    sample = Sample.from_dict({"status": "pending", "spec_info": None, "prefix_cache_info": None})
+    sample.spec_info.add({"spec_accept_token_num": 3, "spec_draft_token_num": 4})
+    sample.spec_info.add({"spec_num_correct_drafts": 1, "spec_num_proposed_drafts": 4})
+    assert (sample.spec_info.spec_accept_token_num, sample.spec_info.spec_draft_token_num) == (4, 8)
+
+
 def test_samples_are_equal_only_to_themselves_and_can_be_put_in_sets():
     sample = Sample(teacher_log_probs=torch.zeros(3))
     twin = pickle.loads(pickle.dumps(sample))
