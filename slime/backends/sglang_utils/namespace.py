@@ -23,6 +23,7 @@ from slime.backends.sglang_utils.option_table import (
     router_options,
     server_options,
 )
+from slime.config.help_text import HINT, UNKNOWN
 from slime.config.notices import Notice
 from slime.config.parse import EngineNamespace
 
@@ -104,11 +105,11 @@ def _read_server(reading: _Reading, shown: str, words: list[str]) -> None:
         return
     option = table.get(flag)
     if option is None:
-        reading.problems.append(_unknown(shown, flag, reading.table, _SERVER))
+        reading.warn(shown, _unknown(flag, reading.table, _SERVER))
     elif option.dest in ALWAYS:
         reading.warn(shown, f"dropped: {ALWAYS[option.dest]}")
     elif option.dest in CONTROLLED:
-        reading.problems.append(f"{shown} cannot be set: it {CONTROLLED[option.dest]}.")
+        reading.warn(shown, f"dropped: it {CONTROLLED[option.dest]}")
     else:
         _take(reading, option, flag, shown, words, is_negated=is_negated)
 
@@ -118,12 +119,12 @@ def _read_router(reading: _Reading, shown: str, words: list[str]) -> None:
     flag = shown.replace("--no-", "--", 1) if is_negated else shown
     option = reading.table.by_flag.get(flag)
     if option is None:
-        reading.problems.append(_unknown(shown, flag, reading.table, "--"))
+        reading.warn(shown, _unknown(flag, reading.table, "--"))
         return
     if flag.startswith(_UNUSED_BY_ROUTER):
         reading.warn(shown, "no effect: the router's health checks and circuit breaker are off, slime watches engines")
     if option.dest == "router_pd_disaggregation":
-        reading.problems.append(f"{shown} cannot be set: it follows from --prefill-num-servers or --sglang-config.")
+        reading.warn(shown, "dropped: it follows from --prefill-num-servers or --sglang-config")
         return
     _take(reading, option, flag, shown, words, is_negated=is_negated)
 
@@ -169,10 +170,10 @@ def _server_attributes(reading: _Reading) -> dict[str, Any]:
     return found
 
 
-def _unknown(shown: str, flag: str, table: OptionTable, prefix: str) -> str:
+def _unknown(flag: str, table: OptionTable, prefix: str) -> str:
     near = difflib.get_close_matches(flag, table.flags, n=1, cutoff=0.75)
-    hint = f" Did you mean {prefix}{near[0][2:]}?" if near else ""
-    return f"unknown flag {shown}: the installed {table.program} has no {flag}.{hint}"
+    hint = f"; {HINT} {prefix}{near[0][2:]}?" if near else ""
+    return f"{UNKNOWN}, ignored with its values: the installed {table.program} has no {flag}{hint}"
 
 
 def _bad_value(shown: str, words: list[str], option: Option, reason: str) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from slime.backends.protocols import weights_dtype
 from slime.backends.sglang_utils.adapter_rules import adapter_of_model, experts_on_cpu, served_adapter
+from slime.backends.sglang_utils.draft_rules import drafts_on_cpu
 from slime.backends.sglang_utils.engine import START_TIMEOUT_S
 from slime.backends.sglang_utils.external import (
     ONE_STAGE,
@@ -367,8 +368,8 @@ def _pd_models(args: Namespace) -> Iterator[tuple[ModelSpec, str]]:
     )
 
 
-def _pd_devices(args: Namespace) -> Iterator[str]:
-    """Refuse prefill and decode engines on a CPU, where they cannot transfer their cache."""
+def _on_cpu(args: Namespace) -> Iterator[str]:
+    """Refuse prefill and decode engines on a CPU, which cannot transfer their cache there."""
     if args.debug_train_only or not accelerator.current().is_cpu:
         return
     flags = [text for _, text in _pd_models(args)]
@@ -441,4 +442,4 @@ RULES: tuple[Rule, ...] = (
     _adapter_of_pd,
     served_adapter,
 )
-MACHINE_RULES: tuple[Rule, ...] = (_pd_devices, _shared_with_source, experts_on_cpu)
+MACHINE_RULES: tuple[Rule, ...] = (_on_cpu, drafts_on_cpu, _shared_with_source, experts_on_cpu)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from slime.backends.sglang_utils.adapter_rules import adapter_flags, words_of
+from slime.backends.sglang_utils.draft_rules import draft_flags
 from slime.backends.sglang_utils.option_table import server_options
 from slime.backends.sglang_utils.topology import WorkerType, override_argv
 from slime.data.served_adapter import serves_adapter
@@ -99,7 +100,7 @@ def build_argv(
     flags |= _pd(worker_type, bootstrap_port)
     if accelerator.current().is_cpu:
         flags |= {"--device": "cpu", "--sleep-on-idle": None}
-        flags |= {name: value for name, value in _CPU_DEFAULTS.items() if name not in given}
+        flags |= {name: value for name, value in (_CPU_DEFAULTS | draft_flags(user)).items() if name not in given}
     else:
         flags |= {"--base-gpu-id": base_gpu_id, "--enable-metrics": None}
         if args.offload_rollout and not given & _PREFILL_GRAPH:

@@ -101,16 +101,6 @@ def test_repeated_options_add_up_where_the_router_collects_them():
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (
-            "--sglang-mem-fraction-statc 0.4",
-            "unknown flag --sglang-mem-fraction-statc: the installed SGLang server has no --mem-fraction-statc. "
-            "Did you mean --sglang-mem-fraction-static?",
-        ),
-        ("--sglang-zzz 1", "unknown flag --sglang-zzz: the installed SGLang server has no --zzz."),
-        (
-            "--router-polcy random",
-            "unknown flag --router-polcy: the installed router has no --router-polcy. Did you mean --router-policy?",
-        ),
         ("--sglang-page-size x", "--sglang-page-size: 'x' is not an integer."),
         ("--sglang-mem-fraction-static 40%", "--sglang-mem-fraction-static: '40%' is not a number."),
         (
@@ -124,17 +114,37 @@ def test_repeated_options_add_up_where_the_router_collects_them():
         ("--no-sglang-page-size", "--no-sglang-page-size: needs a value."),
         ("--no-sglang-page-size 1", "--no-sglang-page-size: is not a switch, so there is nothing to turn off."),
         ("--sglang-tokenizer-mode sloww", "--sglang-tokenizer-mode sloww is not one of auto, slow. Did you mean slow?"),
-        ("--sglang-port 3", "--sglang-port cannot be set: it is chosen by slime among the free ones."),
-        ("--sglang-model /m", "--sglang-model cannot be set: it follows from --hf-checkpoint."),
-        ("--sglang-random-seed 1", "--sglang-random-seed cannot be set: it follows from --seed."),
-        (
-            "--router-pd-disaggregation",
-            "--router-pd-disaggregation cannot be set: it follows from --prefill-num-servers or --sglang-config.",
-        ),
     ],
 )
 def test_a_bad_option_is_one_sentence(line: str, message: str):
     assert only_problem(line) == message
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        (
+            "--sglang-mem-fraction-statc 0.4",
+            "unknown flag, ignored with its values: the installed SGLang server has no --mem-fraction-statc; "
+            "did you mean --sglang-mem-fraction-static?",
+        ),
+        ("--sglang-zzz 1 2", "unknown flag, ignored with its values: the installed SGLang server has no --zzz"),
+        (
+            "--router-polcy random",
+            "unknown flag, ignored with its values: the installed router has no --router-polcy; "
+            "did you mean --router-policy?",
+        ),
+        ("--sglang-port 3", "dropped: it is chosen by slime among the free ones"),
+        ("--sglang-model /m", "dropped: it follows from --hf-checkpoint"),
+        ("--sglang-random-seed 1", "dropped: it follows from --seed"),
+        ("--router-pd-disaggregation", "dropped: it follows from --prefill-num-servers or --sglang-config"),
+    ],
+)
+def test_a_flag_that_the_engines_cannot_take_is_dropped_with_a_warning(line: str, text: str):
+    names = read(line)
+    (notice,) = names.notices
+    assert (notice.level, notice.flag, notice.text) == ("warning", line.split(maxsplit=1)[0], text)
+    assert (names.problems, names.argv, names.router_argv, names.rest) == ([], [], [], [])
 
 
 def test_a_yaml_file_sets_the_same_options_and_flags_beat_it(tmp_path):
@@ -155,7 +165,7 @@ def test_a_yaml_file_sets_the_same_options_and_flags_beat_it(tmp_path):
 
 
 def test_every_bad_option_is_reported():
-    assert len(read("--sglang-page-size x --sglang-nope --router-policy y").problems) == 3
+    assert len(read("--sglang-page-size x --sglang-dtype z --router-policy y").problems) == 3
 
 
 def test_a_long_list_of_choices_is_cut():
@@ -240,7 +250,7 @@ def test_with_another_version_the_source_decides_which_options_exist(other_versi
     names = read("--sglang-page-size 4 --sglang-brand-new 1 --sglang-dtype half")
     assert names.argv == ["--page-size", "4", "--brand-new", "1"]
     assert names.attributes["sglang_brand_new"] == 1
-    assert "--sglang-dtype" in names.problems[0]
+    assert "--sglang-dtype" in [notice.flag for notice in names.notices]
     assert any("0.9.9 is installed" in notice.text for notice in names.notices)
 
 

@@ -92,6 +92,13 @@ def test_without_a_gpu_an_engine_has_one_openmp_thread():
     assert server_env()["OMP_NUM_THREADS"] == "1"
 
 
+def test_without_a_gpu_an_engine_that_drafts_reserves_memory_for_one_chain():
+    words = argv("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4")
+    assert value(words, "--speculative-ngram-max-bfs-breadth") == "1"
+    assert words.count("--speculative-num-draft-tokens") == 1
+    assert not any(word.startswith("--speculative") for word in argv())
+
+
 def test_without_a_gpu_an_engine_keeps_the_memory_that_a_bucket_of_weights_took(monkeypatch: pytest.MonkeyPatch):
     bucket = 512 * 1024**2
     assert min(int(server_env()[name]) for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")) > bucket
