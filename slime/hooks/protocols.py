@@ -274,9 +274,19 @@ _TIS = "args *pg_loss *train_log_probs *rollout_log_probs *loss_masks *total_len
 HOOKS: tuple[Hook, ...] = (
     Hook("rollout_function_path", RolloutFunction, _ROLLOUT, "rollout"),
     Hook("eval_function_path", RolloutFunction, _ROLLOUT, "rollout"),
-    Hook("custom_generate_function_path", CustomGenerate, "args sample sampling_params | args samples", "generate"),
-    # A model that scores a batch gets plain lists, one that scores a sample gets ``args`` first.
-    Hook("custom_rm_path", CustomReward, "args sample | prompts responses | prompts responses labels", "reward"),
+    Hook(
+        "custom_generate_function_path",
+        CustomGenerate,
+        "args sample sampling_params ?evaluation | args samples ?sampling_params ?evaluation",
+        "generate",
+    ),
+    # A model that scores a batch gets plain lists by name, one that scores a sample gets ``args`` first.
+    Hook(
+        "custom_rm_path",
+        CustomReward,
+        "args sample | *prompts *responses ?labels ?samples ?metadata ?args",
+        "reward",
+    ),
     Hook("dynamic_sampling_filter_path", DynamicFilter, "args samples", "filter"),
     Hook(
         "buffer_filter_path",
@@ -286,7 +296,7 @@ HOOKS: tuple[Hook, ...] = (
     ),
     # The last form is a call without arguments.
     Hook("data_source_path", DataSourceLike, "args | dataset args |", "data_source"),
-    Hook("rollout_sample_hook_path", SampleHook, "args sample | args sample *rollout_id *evaluation"),
+    Hook("rollout_sample_hook_path", SampleHook, "args sample ?rollout_id ?evaluation"),
     Hook("rollout_sample_filter_path", SampleFilter, "args groups", "filter"),
     Hook("rollout_all_samples_process_path", ProcessAllSamples, "args all_groups data_source"),
     Hook("custom_reward_post_process_path", RewardPostProcess, "args samples"),

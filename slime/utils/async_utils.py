@@ -126,6 +126,13 @@ class Slots:
         self._by_loop: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, tuple[asyncio.Semaphore, asyncio.Lock]]
         self._by_loop = weakref.WeakKeyDictionary()
 
+    def grow(self, number: int) -> None:
+        """Raise the limit to ``number``. It is never lowered."""
+        more, self.number = max(0, number - self.number), max(number, self.number)
+        for loop, (semaphore, _) in list(self._by_loop.items()):
+            for _ in range(more):
+                loop.call_soon_threadsafe(semaphore.release)
+
     @property
     def semaphore(self) -> asyncio.Semaphore:
         """The semaphore of the running loop."""

@@ -1,10 +1,12 @@
-"""Memory of the device and the host: usage, and the release of cached memory."""
+"""Memory of the device and the host: usage, the release of cached memory, and the bytes of a tensor."""
 
 from __future__ import annotations
 
 import gc
 import logging
+from typing import Any
 
+import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
@@ -54,3 +56,10 @@ def print_memory(msg: str, clear_before_print: bool = False) -> dict[str, float 
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     logger.info("[rank %d] memory %s: %s", rank, msg, found)
     return found
+
+
+def bytes_of(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """uint8 [num_bytes], in host memory. To be read only."""
+    # Not numpy(): it forbids for good to resize the storage, and a trainer that offloads resizes it.
+    data = tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8)
+    return np.from_dlpack(data).view(np.uint8)

@@ -54,7 +54,14 @@ def temporary_variables(folder: Path | str) -> dict[str, str]:
 class GuardedProcess:
     """Child process in a separate session with its output in a file. The child must call :func:`watch_owner`."""
 
-    def __init__(self, argv: Sequence[str], *, log_path: Path, env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        argv: Sequence[str],
+        *,
+        log_path: Path,
+        env: Mapping[str, str] | None = None,
+        pass_fds: Sequence[int] = (),
+    ) -> None:
         self.log_path = log_path
         self._stopping = threading.Lock()
         self._is_stopped = False
@@ -71,7 +78,7 @@ class GuardedProcess:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    pass_fds=(read_end,),
+                    pass_fds=(read_end, *pass_fds),
                     start_new_session=True,
                 )
         finally:

@@ -109,7 +109,8 @@ def _descendants(driver: psutil.Process) -> set[psutil.Process]:
         return set()
 
 
-def _with_their_children(processes: set[psutil.Process]) -> set[psutil.Process]:
+def with_their_children(processes: set[psutil.Process]) -> set[psutil.Process]:
+    """``processes`` and all their descendants."""
     found = set(processes)
     for process in processes:
         found |= _descendants(process)
@@ -127,7 +128,7 @@ def main() -> None:
         # Collected while the driver lives: afterwards its orphans are children of init.
         known = {process for process in known if process.is_running()} | _descendants(driver)
         memory.look(known)
-    known = _with_their_children(known)  # forked since the last scan
+    known = with_their_children(known)  # forked since the last scan
     memory.look(known)
     reap(known)
     memory.remove()

@@ -100,7 +100,26 @@ def test_hooks_are_checked_at_start_up_all_at_once(user_file):
 def test_a_generate_function_with_no_room_for_its_arguments_is_refused(user_file):
     path = user_file("def f(args): pass\n", "narrow.py")
     (problem,) = check_hooks(SimpleNamespace(custom_generate_function_path=f"{path}:f"))
-    assert "(args, sample, sampling_params) or (args, samples)" in problem
+    assert "(args, sample, sampling_params, evaluation) or (args, samples, sampling_params, evaluation)" in problem
+
+
+@pytest.mark.parametrize(
+    ("dest", "parameters"),
+    [
+        ("custom_generate_function_path", "args, sample, sampling_params, evaluation"),
+        ("custom_generate_function_path", "args, sample, sampling_params, *, evaluation"),
+        ("custom_generate_function_path", "args, samples, sampling_params, evaluation"),
+        ("custom_generate_function_path", "args, samples, *, sampling_params"),
+        ("rollout_sample_hook_path", "args, sample, *, rollout_id"),
+        ("rollout_sample_hook_path", "args, sample, evaluation"),
+        ("custom_rm_path", "args, prompts, responses, labels, samples"),
+        ("custom_rm_path", "prompts, responses, *, metadata"),
+    ],
+)
+def test_a_parameter_that_is_passed_by_its_name_may_lack_a_default(user_file, dest, parameters):
+    path = user_file(f"async def f({parameters}): pass\n", "named.py") + ":f"
+    value = [path] if dest == "rollout_sample_hook_path" else path
+    assert check_hooks(SimpleNamespace(**{dest: value})) == []
 
 
 @pytest.mark.parametrize("options", ["", "(frozen=True)"])
