@@ -72,6 +72,11 @@ RUNS: dict[tuple[str, str], str] = {
     ("docs/debugging.md", "slime replay"): "tests/e2e/test_run_record.py",
     ("docs/engines.md", "launch_server --model-path MODEL --host"): "tests/e2e/test_external_engines.py",
     ("docs/engines.md", "--rollout-external-engine-addrs"): "tests/e2e/test_external_engines.py",
+    ("docs/environments.md", "counting_server.py"): "tests/e2e/test_environments.py",
+    ("docs/environments.md", "doctor env openenv:http"): "tests/unit/environments/test_openenv.py",
+    ("docs/environments.md", "tasks openenv:http"): "tests/unit/environments/test_openenv.py",
+    ("docs/engines.md", "slime doctor engine --model MODEL --python"): "tests/e2e/test_engine_doctor.py",
+    ("docs/engines.md", "slime doctor engine --model MODEL --url"): "tests/e2e/test_engine_doctor.py",
     ("docs/evaluation.md", "--eval-interval"): "tests/e2e/test_loop.py",
     ("docs/fsdp.md", "--train-backend fsdp"): "tests/e2e/test_loop_fsdp.py",
     ("docs/logprob_server.md", "megatron_server"): "tests/e2e/test_logprob_server.py",
@@ -88,6 +93,10 @@ RUNS: dict[tuple[str, str], str] = {
     ("docs/reproducibility.md", "--ci-save-grad-norm"): "tests/e2e/test_loop.py",
     ("docs/reproducibility.md", "--ci-load-grad-norm"): "tests/e2e/test_loop.py",
     ("docs/reproducibility.md", "--deterministic-mode"): "tests/e2e/test_chaos.py",
+    ("docs/reliability.md", "simulate.py --seeds"): "tests/unit/simulation/test_schedules.py",
+    ("docs/reliability.md", "simulate.py --kills"): "tests/unit/simulation/test_schedules.py",
+    ("docs/reproducibility.md", "slime replay"): "tests/e2e/test_history.py",
+    ("docs/reproducibility.md", "slime branch"): "tests/e2e/test_history.py",
     ("docs/en/get_started/usage.md", "--advantage-estimator ppo"): "tests/e2e/test_loop_ppo.py",
 }
 """(page, words of the command) -> the file that runs it, smaller."""

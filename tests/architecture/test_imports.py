@@ -73,7 +73,7 @@ THIRD_PARTY: dict[str, list[str]] = {
     "rich": ["config", "doctor"],
     "peft": ["backends/fsdp_utils"],
     "transformers": ["data", "rollout", "backends/fsdp_utils", "backends/megatron_utils", "doctor"],
-    "httpx": ["utils", "rollout", "backends/sglang_utils", "doctor"],
+    "httpx": ["utils", "rollout", "environments", "backends/sglang_utils", "doctor"],
 }
 
 # Modules of `utils` that may import torch. Other modules of `utils` may not, nor any of `config`, `hooks`, `models`.

@@ -15,16 +15,16 @@ from tests.architecture.sources import ROOT, Module, modules
 
 # Name of a measure -> today's number. Measures in LEAST must not fall below it, all others must not exceed it.
 LIMITS: dict[str, float] = {
-    "files": 403,
-    "lines": 70400,
-    "small files, %": 28,
-    "functions that take args, %": 7.1,
+    "files": 412,
+    "lines": 76600,
+    "small files, %": 25.9,
+    "functions that take args, %": 6.7,
     "writes to args": 3,
-    "getattr and hasattr per 1000 lines": 2.2,
-    "broad except per 1000 lines": 1.23,
+    "getattr and hasattr per 1000 lines": 2.1,
+    "broad except per 1000 lines": 1.15,
     "comments per 1000 lines": 35,
     "modules imported by one file": 28,
-    "longest import chain": 13,
+    "longest import chain": 12,
     "import cycles": 0,
     "prose: nobody, somebody, whoever": 0.06,
     "prose: 'what ...' as a noun": 0.3,

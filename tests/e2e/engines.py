@@ -4,44 +4,34 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from slime.backends.protocols import EngineInfo
+from slime.backends.protocols import Place
+from slime.backends.sglang_utils.checksum import SGLangTensors
 from slime.backends.sglang_utils.engine import EngineSpec, SGLangEngine
 from slime.backends.sglang_utils.fork_server import ForkServer
 from slime.backends.sglang_utils.server_args import build_argv, server_env
+from slime.doctor.engine_verbs import LocalCalls, LocalFleet
+from slime.models.hf_shape import read_shape
 from slime.utils.net import claim_ports
 from slime.weight_sync.local_checkpoint import pull
+from slime.weight_sync.root_hash import RootProof
 
 
-class LocalCalls:
-    def __init__(self, futures: list[Future]) -> None:
-        self.futures = futures
+def proof_of(model: str) -> RootProof:
+    """The comparison of an engine's tensors, of which every one must be as expected."""
+    shape = read_shape(model)
+    experts = 0 if shape.moe is None else shape.moe.num_experts
+    return RootProof(SGLangTensors(shape.num_layers, shape.num_query_groups, experts), is_strict=True)
 
-    def wait(self, timeout_s: float) -> list[Any]:
-        return [future.result(timeout_s) for future in self.futures]
 
-
-class LocalFleet:
-    """Engines of this process with the EngineFleet protocol: the weight sync needs no Ray."""
-
-    def __init__(self, handles: Sequence[SGLangEngine], engines: Sequence[EngineInfo] | None = None) -> None:
-        self.handles = handles
-        self.engines = engines or [EngineInfo(handle.url, 1) for handle in handles]
-        self.pool = ThreadPoolExecutor(4)
-
-    def only(self, indices: Sequence[int]) -> LocalFleet:
-        return LocalFleet([self.handles[i] for i in indices], [self.engines[i] for i in indices])
-
-    def start(self, verb: str, each: Sequence[Mapping[str, Any]] | None = None, **kwargs: Any) -> LocalCalls:
-        own = each or [{}] * len(self.handles)
-        calls = [
-            self.pool.submit(getattr(handle, verb), **kwargs, **extra)
-            for handle, extra in zip(self.handles, own, strict=True)
-        ]
-        return LocalCalls(calls)
+def assert_all_compared(engine: SGLangEngine, proof: RootProof, blocks: int = 1) -> None:
+    """The proof of the last sync has compared every tensor of every rank."""
+    ranks = engine.rank_checksums()
+    for number, held in ranks:
+        weights = {name for name in held if ".rotary_emb." not in name}  # a table of positions has no weights
+        assert weights == proof.compared(Place(number, len(ranks), blocks))
 
 
 class HostFleet(LocalFleet):
@@ -55,7 +45,13 @@ class HostFleet(LocalFleet):
 
 
 def make_engine(
-    task: Any, fork_server: ForkServer, log: Path, *user_flags: str, port: int | None = None, tp_size: int = 1
+    task: Any,
+    fork_server: ForkServer,
+    log: Path,
+    *user_flags: str,
+    port: int | None = None,
+    tp_size: int = 1,
+    env: Mapping[str, str] | None = None,
 ) -> SGLangEngine:
     flags = ["--context-length", "128", "--max-total-tokens", "8192", *user_flags]
     args = Namespace(hf_checkpoint=task.model, sglang_argv=flags, seed=1, num_gpus_per_node=8, sglang_dtype="float32")
@@ -64,7 +60,9 @@ def make_engine(
     port, nccl_port = port or claims[0].first, claims[1].first
     argv = build_argv(args, rank=0, host=host, port=port, nccl_port=nccl_port, base_gpu_id=0, tp_size=tp_size)
     path = fork_server.socket_path
-    spec = EngineSpec(0, host, port, argv, server_env(), log, start_timeout_s=600, fork_server_socket=path)
+    spec = EngineSpec(
+        0, host, port, argv, {**server_env(), **(env or {})}, log, start_timeout_s=600, fork_server_socket=path
+    )
     engine = SGLangEngine(spec)
     engine.claims = claims  # as long as the engine: it binds them seconds from now
     return engine

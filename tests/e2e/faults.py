@@ -116,7 +116,8 @@ class Broken:
         return float(found[-1]) if found else 0.0
 
     def _ledger(self, since: float) -> list[Entry]:
-        entries, _ = read_ledger(Path(self.progress()["ledger"]))
+        ledger = Path(self.progress().get("ledger") or "none")
+        entries = read_ledger(ledger)[0] if ledger.exists() else []  # the Data Buffer writes it later
         return [entry for entry in entries if entry["at"] > since]
 
 

@@ -66,6 +66,15 @@ def run_train(flags: list[Any], cwd: Path, timeout_s: float = 240.0, script: str
     return Finished(status, everything(log, run_log, before), mark, log.read_text(), left)
 
 
+def slime(*words: Any) -> tuple[int, str]:
+    """Status and output of the command ``slime``, which ends with the folders of its run."""
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    with tempfile.TemporaryDirectory(dir="/tmp") as temporary:
+        command = [sys.executable, "-m", "slime", *map(str, words)]
+        done = subprocess.run(command, env=env | {"TMPDIR": temporary}, capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
 def everything(terminal: Path, run_log: Path | None, before: tuple[int, int] = (0, 0)) -> str:
     """The full log of a run, and the lines of the terminal that are not in it.
 

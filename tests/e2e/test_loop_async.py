@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.e2e.running import metrics, run_train, values
+from tests.doc_commands import shown_flags
+from tests.e2e.running import metrics, run_train, slime, values
 from tests.e2e.test_loop import grpo_flags
 
 
@@ -52,11 +53,12 @@ def test_no_process_is_left_after_an_asynchronous_run(resumed_run):
     assert [run.survivors() for run in runs] == [[], []]
 
 
-def test_generation_that_never_stops_stays_within_its_staleness_and_loses_no_prompt(tiny_task, tmp_path):
+def test_generation_that_never_stops_stays_within_its_staleness_loses_no_prompt_and_is_made_again(tiny_task, tmp_path):
     import torch
 
     flags = grpo_flags(
-        *(tiny_task, tmp_path, "--save", tmp_path / "checkpoints", "--save-interval", 2, "--load"),
+        *(tiny_task, tmp_path, *shown_flags("docs/reproducibility.md", "--deterministic-mode")),
+        *("--save", tmp_path / "checkpoints", "--save-interval", 2, "--load"),
         *(tmp_path / "checkpoints", "--save-debug-rollout-data", tmp_path / "dump" / "{rollout_id}.pt"),
         *("--rollout-function-path", "slime.rollout.fully_async_rollout.generate_rollout_fully_async"),
         *("--eval-function-path", "slime.rollout.sglang_rollout.generate_rollout", "--max-weight-staleness", 2),
@@ -72,3 +74,6 @@ def test_generation_that_never_stops_stays_within_its_staleness_and_loses_no_pro
     drawn = [index for dump in samples for index in {sample["group_index"] for sample in dump}]
     assert len(drawn) == len(set(drawn)) == 3 * 16
     assert min(samples[2], key=lambda s: s["group_index"])["group_index"] < 3 * 16  # none was skipped at the restart
+    status, output = slime("replay", tmp_path / "run", "--all")
+    assert status == 0, output
+    assert "3 rollouts, 4 weight versions compared" in output

@@ -78,6 +78,16 @@ def read(url: str) -> Any:
         return None
 
 
+def read_engines_url(output: Path) -> str | None:
+    """Address of ``--engines-port``, once the run has it."""
+    return json.loads((output / "run" / "progress.json").read_text()).get("engines_url")
+
+
+def serving(engines: str) -> list[str]:
+    """Urls of the engines that serve, by number."""
+    return [engine["url"] for engine in read(engines)["engines"] if engine["state"] == "serving"]
+
+
 def is_generating(engine: str) -> bool:
     loads = read(f"{engine}/v1/loads?include=core")
     return loads is not None and sum(load["num_running_reqs"] for load in loads["loads"]) > 0

@@ -18,8 +18,8 @@ from tests.unit.rollout.fake_engine import FakeEngine, completion, make_args
 from tools.make_tiny_task import make_tiny_task
 
 
-def run(code: str, **limits) -> Result:
-    return asyncio.run(run_python(code, Limits(**limits)))
+def run(code: str, timeout_s: float = 120.0, **limits) -> Result:
+    return asyncio.run(run_python(code, Limits(timeout_s=timeout_s, **limits)))
 
 
 def test_what_is_printed_comes_back():

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -43,6 +45,9 @@ def test_no_page_is_wider_than_its_window(url: str, browser: Browser, width: int
         assert browser.value("document.querySelector('nav').getBoundingClientRect().right") <= width, place
         charts = browser.value("[...document.querySelectorAll('.chart > svg')].map((c) => c.clientWidth)")
         assert all(250 < chart < width for chart in charts), place
+        if width < 800 and place in ("#runs", "#samples"):
+            hidden = "[...document.querySelectorAll('.scroll')].map((table) => table.scrollWidth - table.clientWidth)"
+            assert max(browser.value(hidden)) <= 0, f"{place}: columns are cut off"
 
 
 def test_the_first_paint_needs_few_requests_and_bytes(url: str, browser: Browser) -> None:
@@ -69,6 +74,26 @@ def test_all_charts_of_a_page_have_one_named_x_axis(url: str, browser: Browser) 
     assert browser.value(names)[0].endswith("since the start")
     assert browser.value("document.querySelectorAll('#overview svg').length") >= 12
     assert "weight_version" not in browser.value("document.querySelector('#overview').textContent")
+
+
+def test_rounding_errors_do_not_fill_a_chart_and_equal_curves_are_one(browser: Browser, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", num_rollouts=1, num_samples=1)
+    lines = []
+    for step in range(8):
+        noise = 1e-9 * (-1) ** step
+        losses = {"train/loss": noise, "train/pg_loss": noise, "train/kl_loss": 0.0, "train/grad_norm": noise}
+        lines.append(json.dumps({"step_key": "train/step", "train/step": step, "time": step} | losses))
+    (run / "metrics.jsonl").write_text("\n".join([*lines, ""]))
+    heights = (
+        "(title) => {const box = [...document.querySelectorAll('.chart')].find((c) => c.textContent.startsWith(title));"
+        "return [...box.querySelectorAll('path.line')].map((p) => p.getBoundingClientRect().height)}"
+    )
+    with serving(run) as url:
+        browser.open(f"{url}/#overview?x=step")
+        (loss, _), (norm,) = (browser.value(f"({heights})('{title}')") for title in ("Loss", "Gradient norm"))
+        assert "loss = pg_loss" in browser.value("document.querySelector('#overview').textContent")
+    assert loss < 3, "the axis of losses has a least extent"
+    assert norm > 40
 
 
 def test_the_address_holds_the_state_of_the_page(url: str, browser: Browser) -> None:
@@ -109,6 +134,18 @@ def test_a_drag_zooms_every_chart_and_a_button_ends_it(url: str, browser: Browse
     browser.settle()
     assert "zoom" not in browser.value("location.hash")
     assert max(browser.value(ticks)) > high
+
+
+def test_the_pages_of_a_run_name_its_state_its_best_value_and_its_command(url: str, browser: Browser) -> None:
+    browser.open(f"{url}/#overview?run=other")
+    tiles = browser.value("[...document.querySelectorAll('.tile')].map((tile) => tile.textContent)")
+    assert tiles[0] == "rollouts32 of 32"
+    assert all("best 0." in tile for tile in tiles[1:3]), "reward and evaluation"
+    browser.open(f"{url}/#run?run=other")
+    text = browser.value("document.getElementById('run').textContent")
+    for fact in ("finished", socket.gethostname(), "Versions", "--prompt-data train.jsonl", "copy"):
+        assert fact in text
+    assert "secret" not in text
 
 
 def test_the_theme_follows_the_system_until_one_is_chosen(url: str, browser: Browser) -> None:

@@ -119,12 +119,15 @@ def problems_of_slime(words: list[str], line: str, place: Path) -> list[str]:
             return unknown_flags(read_command(words[2:]).argv) + ([] if status == 0 else [f"exit status {status}"])
         case ["doctor", *rest] if any(word.endswith(("train.py", "train_async.py")) for word in rest):
             return problems_of_train(line, True, place)
-        case ["doctor", ("mismatch" | "env") as subject, *rest]:
+        case ["doctor", ("mismatch" | "env" | "engine") as subject, *rest]:
             return missing_flags(["-m", "slime", "doctor", subject], rest)
         case ["doctor", "--gpu", *rest]:
             return missing_flags(["-m", "slime", "doctor", "--gpu"], rest)
         case [("replay" | "board" | "new" | "clean" | "tasks") as command, *rest]:
             return missing_flags(["-m", "slime", command], rest)
+        case ["branch", *rest]:
+            own, _, changed = " ".join(rest).partition(" -- ")
+            return missing_flags(["-m", "slime", "branch"], own.split()) + unknown_flags(changed.split())
         case ["train" | "train-async", *rest]:
             return unknown_flags([word for word in rest if word != "--help"])
         case (

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import mkdocs.utils
 import pytest
-import yaml
 
 _ROOT = Path(__file__).parents[3]
 _PAGES = sorted(
@@ -47,8 +48,10 @@ def test_every_page_that_the_code_names_exists() -> None:
 
 def test_the_site_builds_without_a_warning_and_holds_every_page(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
-    done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=False)
+    env = os.environ | {"DOCS_REPO_URL": "https://example.org/me/slime"}
+    done = subprocess.run(command, cwd=_ROOT, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert '<a href="https://example.org/me/slime"' in (tmp_path / "site" / "agents.html").read_text(encoding="utf-8")
     built = {path.relative_to(tmp_path / "site").with_suffix(".md") for path in (tmp_path / "site").rglob("*.html")}
     for page in (_ROOT / "docs").rglob("*.md"):
         name = page.relative_to(_ROOT / "docs")
@@ -75,7 +78,7 @@ def pages_of(nav: object) -> list[str]:
 
 
 def test_the_navigation_lists_every_page_once() -> None:
-    config = yaml.safe_load((_ROOT / "mkdocs.yml").read_text())
+    config = mkdocs.utils.yaml_load((_ROOT / "mkdocs.yml").read_text())
     pages = {str(path.relative_to(_ROOT / "docs")) for path in (_ROOT / "docs").rglob("*.md")}
     assert sorted(pages_of(config["nav"])) == sorted(pages)
 
