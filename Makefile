@@ -43,12 +43,14 @@ gpu-check:  ## proves on a GPU that training works and how fast; ONLY=speed,save
 	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m slime doctor --gpu --json \
 		$(if $(ONLY),--only $(ONLY)) $(if $(SMALL),--small)
 
-docs: setup  ## the pages of docs/ as a site in build/site
+docs: setup  ## the pages of docs/ as a site in build/site; DOCS_REPO_URL=URL links the repository
 	$(BIN)/mkdocs build --strict --quiet
 	@echo build/site/index.html
 
 chaos: setup  ## kills every kind of process in every phase of a run; the tables of docs/reliability.md
 	$(BIN)/python benchmarks/chaos.py --record outputs/chaos.jsonl --write
+	$(BIN)/python benchmarks/elastic_engines.py --write
+	$(BIN)/python benchmarks/chaos_pairs.py --write
 
 format: setup
 	$(BIN)/ruff check --fix-only .
