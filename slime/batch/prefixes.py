@@ -13,7 +13,9 @@ describes it, also for every subset. Used by the schedule and by the trainer's b
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from itertools import pairwise
+from math import prod
+from typing import Any, TypeAlias
 
 import numpy
 
@@ -23,6 +25,10 @@ from slime.data.columns import TrainData
 _WORTH = 8
 """Samples stay together for a common prefix of at least this part of the tokens, 1 / 8. A system prompt of the whole
 data set should not decide about micro-batches."""
+_FIRST_BLOCK, _LARGEST_BLOCK = 64, 4096
+"""Rows that are read at a time. Many samples differ soon, others not for a long time."""
+
+_Stream: TypeAlias = numpy.ndarray[Any, Any]
 
 
 class PrefixTree:
@@ -38,23 +44,30 @@ class PrefixTree:
         streams = [numpy.asarray(one, dtype=numpy.int64).reshape(-1, 1) for one in tokens]
         if routes is not None:
             streams = [_with_routes(stream, route) for stream, route in zip(streams, routes, strict=True)]
-        self._streams = streams
-        # any order of the bytes will do, because equal beginnings of tokens are equal beginnings of bytes
-        order = sorted(range(len(streams)), key=lambda position: streams[position].tobytes())
-        self._rank = [0] * len(order)
-        for rank, position in enumerate(order):
-            self._rank[position] = rank
+        order = _sorted(streams)
+        self._lengths = list(map(len, streams))
+        self._rank = numpy.empty(len(order), dtype=numpy.int64)
+        self._rank[order] = numpy.arange(len(order))
+        # what samples share with their predecessor among all samples. The tokens are not needed after it
+        shared = [0, *(_num_shared(streams[one], streams[other]) for one, other in pairwise(order))]
+        self._shared = numpy.array(shared[: len(order)], dtype=numpy.int64)
 
     def arrange(self, positions: Sequence[int]) -> tuple[list[int], list[int]]:
         """(``positions`` in lexicographic order, tokens that each shares with the one before it)."""
-        ordered = sorted(positions, key=self._rank.__getitem__)
-        return ordered, [0, *map(self._shared, ordered, ordered[1:])] if ordered else []
+        chosen = numpy.asarray(positions, dtype=numpy.int64)
+        chosen = chosen[self._rank[chosen].argsort(kind="stable")]
+        if len(chosen) < 2:
+            return chosen.tolist(), [0] * len(chosen)
+        ranks = self._rank[chosen]
+        # samples share the least of what neighbors between them share
+        least = numpy.minimum.reduceat(self._shared[ranks[0] + 1 : ranks[-1] + 1], ranks[:-1] - ranks[0])
+        return chosen.tolist(), [0, *least.tolist()]
 
     @property
     def unique_share(self) -> float:
         """Tokens of all samples together, common prefixes once, over those of the samples apart."""
-        total = sum(map(len, self._streams))
-        return self.cost(range(len(self._streams))) / total if total else 1.0
+        total = sum(self._lengths)
+        return self.cost(range(len(self._lengths))) / total if total else 1.0
 
     def cost(self, positions: Sequence[int], of_length: Callable[[int], int] = int) -> int:
         """Tokens of a micro-batch with these samples. Common prefixes count once.
@@ -70,7 +83,7 @@ class PrefixTree:
         units: Bins = []
         size = 0
         for position, shared in zip(*self.arrange(positions), strict=True):
-            length = len(self._streams[position])
+            length = self._lengths[position]
             size += length - shared
             if units and size <= cap and shared * _WORTH >= length:
                 units[-1].append(position)
@@ -113,14 +126,8 @@ class PrefixTree:
             costs[number] = self.cost(bins[number])
             costs.append(self.cost(right))
 
-    def _shared(self, first: int, second: int) -> int:
-        length = min(len(self._streams[first]), len(self._streams[second]))
-        differs = (self._streams[first][:length] != self._streams[second][:length]).any(axis=1)
-        where = int(differs.argmax()) if length else 0
-        return where if length and differs[where] else length
-
     def _costs(self, ordered: Sequence[int], shared: Sequence[int], of_length: Callable[[int], int]) -> list[int]:
-        lengths = [len(self._streams[position]) for position in ordered]
+        lengths = [self._lengths[position] for position in ordered]
         return [of_length(length) - of_length(prefix) for length, prefix in zip(lengths, shared, strict=True)]
 
 
@@ -131,11 +138,43 @@ def prefix_tree(columns: TrainData) -> PrefixTree | None:
     return PrefixTree(columns["tokens"], columns.get("rollout_routed_experts"))
 
 
-def _with_routes(tokens: numpy.ndarray[Any, Any], routes: Any) -> numpy.ndarray[Any, Any]:
+def _sorted(streams: Sequence[_Stream]) -> list[int]:
+    """Positions in lexicographic order. Reads a stream up to its first difference from all others, once."""
+    order: list[int] = []
+    pending = [(list(range(len(streams))), 0, _FIRST_BLOCK)]  # equal up to a row, from which a block is compared
+    while pending:
+        positions, begin, size = pending.pop()
+        if len(positions) == 1 or all(len(streams[position]) <= begin for position in positions):
+            order += positions
+            continue
+        blocks: dict[bytes, list[int]] = {}
+        for position in positions:
+            # any order of the bytes will do, because equal beginnings of tokens are equal beginnings of bytes
+            blocks.setdefault(streams[position][begin : begin + size].tobytes(), []).append(position)
+        step = (begin + size, min(2 * size, _LARGEST_BLOCK))
+        pending += [(blocks[block], *step) for block in sorted(blocks, reverse=True)]
+    return order
+
+
+def _num_shared(one: _Stream, other: _Stream) -> int:
+    begin, size, end = 0, _FIRST_BLOCK, min(len(one), len(other))
+    while begin < end:
+        block = slice(begin, min(begin + size, end))
+        differs = (one[block] != other[block]).any(axis=1)
+        if differs.any():
+            return begin + int(differs.argmax())
+        begin, size = begin + size, min(2 * size, _LARGEST_BLOCK)
+    return end
+
+
+def _with_routes(tokens: _Stream, routes: Any) -> _Stream:
     """``[L, 2]``: beside each token a hash of its experts in all layers. The last token has none."""
-    rows = numpy.asarray(routes).reshape(len(routes), -1)
+    rows = numpy.ascontiguousarray(routes)
+    # most of the time is per number: four bytes are one
+    rows = rows.reshape(len(rows), prod(rows.shape[1:])).view(numpy.uint8)
+    words = numpy.pad(rows, ((0, 0), (0, -rows.shape[1] % 4))).view(numpy.uint32).astype(numpy.int64)
     # a sum with random odd factors, modulo 2^64
-    factors = numpy.random.default_rng(0).integers(1, 2**62, rows.shape[1], dtype=numpy.int64) * 2 + 1
+    factors = numpy.random.default_rng(0).integers(1, 2**62, words.shape[1], dtype=numpy.int64) * 2 + 1
     hashes = numpy.zeros((len(tokens), 1), dtype=numpy.int64)
-    hashes[: len(rows), 0] = (rows.astype(numpy.int64) + 1) @ factors
+    hashes[: len(rows), 0] = numpy.einsum("ij,j->i", words, factors) + 1  # 0 is that of no experts
     return numpy.concatenate([tokens, hashes], axis=1)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import random
+import weakref
 
+import numpy
 import pytest
 import torch
 
+from slime.batch import prefixes
 from slime.batch.packing import pack, rows_of_samples
 from slime.batch.prefixes import PrefixTree, prefix_tree
 from slime.batch.schedule import MicroBatchArgs, ParallelLayout, plan_steps
@@ -29,8 +33,11 @@ def _unique(samples: list[list[int]]) -> int:
     return len({tuple(sample[:end]) for sample in samples for end in range(1, len(sample) + 1)})
 
 
+@pytest.mark.parametrize("blocks", [(64, 4096), (1, 1), (1, 3), (2, 4)])
 @pytest.mark.parametrize("seed", range(20))
-def test_the_tokens_of_any_subset_are_counted_as_a_set_of_beginnings_would(seed):
+def test_the_tokens_of_any_subset_are_counted_as_a_set_of_beginnings_would(seed, blocks, monkeypatch):
+    monkeypatch.setattr(prefixes, "_FIRST_BLOCK", blocks[0])
+    monkeypatch.setattr(prefixes, "_LARGEST_BLOCK", blocks[1])
     rng = random.Random(seed)
     samples = _samples(rng, 12)
     tree = PrefixTree(samples)
@@ -60,6 +67,45 @@ def test_tokens_that_the_engine_sent_to_other_experts_are_other_tokens():
     assert tree.cost([0, 1]) == 4 + 3
     assert tree.cost([0, 2]) == 4
     assert prefix_tree({"tokens": tokens, "rollout_routed_experts": list(routes)}).cost([0, 1, 2]) == 7
+
+
+def test_experts_of_any_number_of_bytes_are_told_apart():
+    tokens = [[5, 6], [5, 7], [5]]
+    for dtype, topk in ((torch.uint8, 1), (torch.uint8, 3), (torch.int16, 1), (torch.int16, 4), (torch.int32, 1)):
+        routes = [torch.zeros(1, 1, topk, dtype=dtype), torch.zeros(1, 1, topk, dtype=dtype), torch.zeros(0, 1, topk)]
+        routes[2] = routes[2].to(dtype)  # a sample of one token has no record
+        tree = PrefixTree(tokens, routes)
+        assert [tree.cost([0, 1]), tree.cost([0, 2])] == [3, 3], "experts 0 are not those of a token without a record"
+        routes[1][0, 0, -1] = 1
+        assert PrefixTree(tokens, routes).cost([0, 1]) == 4
+
+
+def test_a_tree_keeps_no_tokens():
+    tokens = [numpy.arange(100), numpy.arange(100)]
+    kept = [weakref.ref(one) for one in tokens]
+    tree = PrefixTree(tokens)
+    del tokens
+    gc.collect()
+    assert [one() for one in kept] == [None, None]
+    assert tree.cost([0, 1]) == 100
+
+
+def test_sorting_reads_each_sample_up_to_its_first_difference(monkeypatch):
+    """Not the rest of it, and nothing again for each comparison of a sort."""
+    read = 0
+
+    class Counting(numpy.ndarray):
+        def tobytes(self, *args):
+            nonlocal read
+            read += len(self)
+            return super().tobytes(*args)
+
+    length, number = 10_000, 200
+    rows = [numpy.full((length, 1), 7, dtype=numpy.int64) for _ in range(number)]
+    for index, row in enumerate(rows):
+        row[100] = index  # the others are equal for longer than one block
+    assert sorted(prefixes._sorted([row.view(Counting) for row in rows])) == list(range(number))
+    assert 100 * number < read <= 4 * 100 * number
 
 
 def test_a_batch_with_images_shares_nothing():
