@@ -157,6 +157,7 @@ def packed_in_transformers(
     dropout: float = 0.0,
     attention_plan: AttentionPlan | None = None,
     cp_group: Any = None,
+    picks_again: bool = False,
     **settings: Any,
 ) -> tuple[torch.Tensor, None]:
     """query ``[1, heads, t, d]``, key and value ``[1, groups, t, d]`` -> ``[1, t, heads, d]``.
@@ -180,5 +181,6 @@ def packed_in_transformers(
         scale=query.size(-1) ** -0.5 if scaling is None else scaling,
         dropout=dropout,
         cp_group=cp_group,
+        picks_again=picks_again,
     )
     return out.unsqueeze(0), None

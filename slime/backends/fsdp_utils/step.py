@@ -57,7 +57,12 @@ def run_model(model: PreTrainedModel, micro_batch: MicroBatch) -> torch.Tensor:
     packed, rows = micro_batch.packed, micro_batch.head_rows
     attention: dict[str, Any] = {}
     if model.config._attn_implementation == PACKED:
-        attention = {"attention_plan": micro_batch.plan, "cp_group": micro_batch.sharding.cp_group}
+        attention = {
+            "attention_plan": micro_batch.plan,
+            "cp_group": micro_batch.sharding.cp_group,
+            # layers that are recomputed keep nothing
+            "picks_again": packed.shared is not None and not model.is_gradient_checkpointing,
+        }
     logits: torch.Tensor = model(
         input_ids=packed.tokens,
         position_ids=packed.position_ids,  # they also tell transformers' own attention where samples begin

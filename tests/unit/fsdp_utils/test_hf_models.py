@@ -12,10 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from slime.backends.fsdp_utils.model import local_tensor
 from slime.backends.training.data import TrainBatch
 from slime.utils.errors import ConfigError
 from tests.unit.megatron_utils.tiny_families import make_family_checkpoint, saved_tensors
-from tests.unit.megatron_utils.tiny_trainer import VOCAB, make_batch, use_single_rank_env
+from tests.unit.megatron_utils.tiny_trainer import VOCAB, make_batch, schedule, use_single_rank_env
 from tests.verification import verify
 
 NASTY = [(1, 1), (1, 40), (63, 2), (5, 60)]
@@ -104,6 +105,67 @@ def _saved_model(kind: str, path: Path, **settings: Any) -> Any:
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.save_pretrained(path)
     return model.eval()
+
+
+def _prefix_batch(prompt: int, response: int, number: int = 6) -> dict[str, Any]:
+    """One micro-batch of samples with one prompt. The last but one ends within the first, the last is the first."""
+    lengths = [(prompt, response)] * (number - 2) + [(prompt, response // 2), (prompt, response)]
+    batch = make_batch(number, lengths=lengths)
+    first = batch["tokens"][0]
+    for tokens in batch["tokens"][1:-2]:
+        tokens[:prompt] = first[:prompt]
+    batch["tokens"][-2:] = [first[: prompt + response // 2].clone(), first.clone()]
+    return schedule(batch, [list(range(number))], size=number)
+
+
+def _log_probs(model: Any, batch: dict[str, Any], *, shares: bool) -> tuple[torch.Tensor, int]:
+    """(log-probs of the responses in the order of the samples, rows that passed the model) of one micro-batch."""
+    from slime.backends.fsdp_utils.step import run_model
+
+    (one,) = TrainBatch(batch, torch.device("cpu"), shares_prefixes=shares).micro_batches(0)
+    scores = run_model(model, one).log_softmax(-1).gather(1, one.packed.response_targets[:, None]).squeeze(1)
+    parts = dict(zip(one.indices, one.gather(scores).split(one.response_lengths), strict=True))
+    return torch.cat([parts[index] for index in range(len(parts))]), one.packed.tokens.numel()
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "deepseek_v3", "Gemma", "Phi3", "Qwen2Moe"])
+def test_shared_prefixes_change_no_log_prob_and_no_gradient(
+    kind: str, recomputes: bool, mesh: Any, tmp_path: Path
+) -> None:
+    if kind.islower():
+        make_family_checkpoint(kind, tmp_path)
+    else:
+        _saved_model(kind, tmp_path)
+    model = _loaded(tmp_path, mesh, checkpoints_layers=recomputes).train()
+    batch = _prefix_batch(11, 6)
+    found = []
+    for shares in (True, False):
+        model.zero_grad()
+        values, rows = _log_probs(model, batch, shares=shares)
+        (values * torch.linspace(-1, 1, len(values))).sum().backward()
+        gradients = {name: local_tensor(one.grad).clone() for name, one in model.named_parameters()}
+        found.append((values.detach(), rows, gradients))
+    (ours, fewer, mine), (theirs, rows, others) = found
+    assert (fewer, rows) == (11 + 4 * 6, 5 * 17 + 14)
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+    for name, gradient in mine.items():
+        largest = float(others[name].abs().max())
+        torch.testing.assert_close(gradient, others[name], rtol=0, atol=1e-6 * (1 + largest))
+
+
+def test_activations_of_a_shared_prefix_are_kept_once(mesh: Any, tmp_path: Path) -> None:
+    """Keys and values too, although attention reads them once per sample."""
+    make_family_checkpoint("qwen3", tmp_path)
+    model, batch = _loaded(tmp_path, mesh).train(), _prefix_batch(200, 2)
+
+    def kept_bytes(shares: bool) -> int:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+            values, _ = _log_probs(model, batch, shares=shares)
+        assert values.requires_grad  # alive until here
+        return sum(event.self_cpu_memory_usage for event in profile.events())
+
+    assert kept_bytes(True) < 0.19 * kept_bytes(False)
 
 
 @torch.no_grad()
