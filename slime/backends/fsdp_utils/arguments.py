@@ -8,6 +8,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from slime.config.groups import flag, flag_of
 from slime.models.config_json import read_model_config, text_part
@@ -108,11 +109,27 @@ def _attention(args: Namespace) -> Iterator[str]:
             f"--attn-implementation {args.attn_implementation} sees one rank's tokens only: drop it, or use "
             "--context-parallel-size 1."
         )
-    if text_part(read_model_config(args.hf_checkpoint)).get("index_topk") is not None:
+    config = text_part(read_model_config(args.hf_checkpoint))
+    if args.attn_implementation is None and _has_windows(config):
+        yield (
+            f"--hf-checkpoint {args.hf_checkpoint} has layers with sliding windows, which slime's attention does not "
+            f"have: use --attn-implementation sdpa with {_BACKEND}."
+        )
+    if config.get("index_topk") is not None:
         yield (
             f"--hf-checkpoint {args.hf_checkpoint} has sparse attention, which is not supported yet with {_BACKEND}, "
             "whose attention sees all keys: use --train-backend megatron."
         )
+
+
+def _has_windows(config: dict[str, Any]) -> bool:
+    """Whether a layer of the model in ``config.json`` sees the last keys only."""
+    if config.get("layer_types"):
+        return "sliding_attention" in config["layer_types"]
+    is_qwen = str(config.get("model_type")).startswith("qwen")  # its configuration has them off by default
+    if config.get("sliding_window") is None or not config.get("use_sliding_window", not is_qwen):
+        return False
+    return bool(config.get("max_window_layers", 0) < config.get("num_hidden_layers", 1))
 
 
 RULES: tuple[Callable[[Namespace], Iterable[str]], ...] = (

@@ -63,6 +63,28 @@ def test_a_model_with_sparse_attention_is_refused(command: TinyCommand):
     assert "has sparse attention, which is not supported yet with --train-backend fsdp" in command.run(*FSDP)[1]
 
 
+@pytest.mark.parametrize(
+    ("fields", "is_refused"),
+    [
+        ({"model_type": "mistral", "sliding_window": 4096}, True),
+        ({"model_type": "mistral", "sliding_window": None}, False),
+        ({"sliding_window": 4096}, False),  # of a Qwen, which has them off by default
+        ({"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 0}, False),
+        ({"sliding_window": 4096, "use_sliding_window": True, "max_window_layers": 2}, False),
+        ({"sliding_window": 4096, "use_sliding_window": True, "max_window_layers": 1}, True),
+        ({"model_type": "gemma3_text", "layer_types": ["sliding_attention", "full_attention"]}, True),
+        ({"model_type": "olmo3", "sliding_window": 4096, "layer_types": ["full_attention"] * 2}, False),
+    ],
+)
+def test_sliding_windows_need_the_attention_of_transformers(
+    command: TinyCommand, fields: dict[str, object], is_refused: bool
+):
+    make_model(Path(command.model), QWEN3 | fields)
+    problem = "has layers with sliding windows, which slime's attention does not have: use --attn-implementation sdpa"
+    assert (problem in command.run(*FSDP)[1]) == is_refused
+    assert problem not in command.run(*FSDP, "--attn-implementation", "sdpa")[1]
+
+
 def test_flags_of_the_model_s_shape_are_ignored_with_a_warning_where_they_differ(command: TinyCommand):
     assert command.warnings(*FSDP, "--num-layers", 2) == command.warnings(*FSDP)
     assert command.run(*FSDP, "--num-layers", 3)[1] == ""
