@@ -76,6 +76,7 @@ def _shared_prefixes(args: Namespace) -> Iterator[str]:
         "--enable-mtp-training predicts along whole sequences": args.enable_mtp_training,
         f"--attention-dropout {args.attention_dropout} differs from sample to sample": args.attention_dropout > 0,
         f"--hidden-dropout {args.hidden_dropout} differs from sample to sample": args.hidden_dropout > 0,
+        f"--lora-dropout {args.lora_dropout} differs from sample to sample": args.lora_dropout > 0,
         f"--attn-implementation {args.attn_implementation} sees no keys of other samples": bool(
             args.attn_implementation
         ),
@@ -88,6 +89,8 @@ def _shared_prefixes(args: Namespace) -> Iterator[str]:
             yield f"--share-prefixes is not supported yet with {part}: drop one of them."
     if args.multimodal_keys:
         notices.warn(args, "--share-prefixes", "no effect on batches with images")
+    if args.micro_batch_size == 1 and not args.use_dynamic_batch_size:
+        notices.warn(args, "--share-prefixes", "no effect on micro-batches of one sample: --use-dynamic-batch-size")
 
 
 def _has_users_layers(args: Namespace) -> bool:

@@ -290,6 +290,13 @@ def _http_workers(args: Namespace) -> Iterator[str]:
     yield from ()
 
 
+def _longest_first(args: Namespace) -> Iterator[str]:
+    path = _dotted(args.rollout_function_path)
+    if args.rollout_longest_first and path.startswith("slime.rollout.") and path != DEFAULT_ROLLOUT_FUNCTION:
+        notices.warn(args, "--rollout-longest-first", f"no effect on --rollout-function-path {path}")
+    yield from ()
+
+
 # ---- functions of the user
 
 
@@ -327,6 +334,6 @@ def _returned_groups(args: Namespace) -> Iterator[str]:
 STEPS = (reward_type, chat_template)
 RULES = (
     *(_files, _stream, _replay, _rewards, _single_samples, _tracing, _evaluation, _http_workers),
-    *(_training_rows, _evaluation_rows, _epoch, _supervised),
+    *(_training_rows, _evaluation_rows, _epoch, _supervised, _longest_first),
 )
 HOOK_RULES = (_evaluation_hooks, _returned_groups)

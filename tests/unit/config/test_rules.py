@@ -71,6 +71,23 @@ ERRORS = [
     case("A-prefixes", "--share-prefixes --context-parallel-size 2", "--context-parallel-size 2 cuts every sequence"),
     case("A-prefixes-loss", "--share-prefixes --loss-type custom_loss", "--loss-type custom_loss reads the logits of"),
     case("A-prefixes-dropout", "--share-prefixes --hidden-dropout 0.1", "--hidden-dropout 0.1 differs from sample to"),
+    case(
+        "A-prefixes-lora",
+        "--share-prefixes --lora-rank 4 --lora-dropout 0.1",
+        "--lora-dropout 0.1 differs from sample to sample: drop one of them",
+    ),
+    case(
+        "A-prefixes-strict",
+        "--share-prefixes --strict-args",
+        "--share-prefixes: no effect on micro-batches of one sample: --use-dynamic-batch-size",
+    ),
+    case(
+        "A-longest-strict",
+        "--rollout-longest-first --strict-args "
+        "--rollout-function-path slime.rollout.fully_async_rollout.generate_rollout_fully_async",
+        "--rollout-longest-first: no effect on --rollout-function-path slime.rollout.fully_async_rollout.",
+        is_async=True,
+    ),
     case("A-prefixes-spec", "--share-prefixes --spec mine.py:layers", "--spec mine.py:layers has an attention that"),
     case("19-strict", "--advantage-estimator cispo --strict-args", "--eps-clip 0.2: cispo cuts off small ratios too"),
     case("22", "--save-debug-rollout-data {dir}/x --save-debug-train-data {dir}/x", "are the same file"),
