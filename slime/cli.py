@@ -218,7 +218,7 @@ def _unique_in_dump(template: str | None) -> float | None:
     """Share of the tokens of a dump that pass the trainer with --share-prefixes. Imports torch if there is a dump."""
     if template is None:
         return None
-    from slime.batch.prefixes import PrefixTree
+    from slime.batch.prefixes import prefix_tree
     from slime.data.dump_file import load_debug_rollout_data
     from slime.utils.errors import SlimeError
 
@@ -226,7 +226,12 @@ def _unique_in_dump(template: str | None) -> float | None:
         samples = load_debug_rollout_data(template, rollout_id=0)
     except SlimeError:  # the checks of the command report it
         return None
-    return PrefixTree([sample.tokens for sample in samples]).unique_share
+    names = ("tokens", "multimodal_train_inputs", "rollout_routed_experts")
+    columns = {name: [getattr(sample, name) for sample in samples] for name in names}
+    if any(experts is None for experts in columns["rollout_routed_experts"]):
+        del columns["rollout_routed_experts"]
+    tree = prefix_tree(columns)
+    return None if tree is None else tree.unique_share
 
 
 def plan(words: Sequence[str]) -> int:

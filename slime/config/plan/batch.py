@@ -100,7 +100,7 @@ def _unique(args: Namespace, per_prompt: int) -> tuple[float, str] | None:
         sizes = [len(line) for line in islice(lines, _ROWS_TO_MEASURE)]
     prompt = sum(sizes) / max(1, len(sizes)) / _BYTES_PER_TOKEN
     share = (prompt + per_prompt * length) / (per_prompt * (prompt + length))
-    return share, f"at least, with responses of {length:,} tokens and {_BYTES_PER_TOKEN} bytes per token of a row"
+    return share, f"at most, with responses of {length:,} tokens and {_BYTES_PER_TOKEN} bytes per token of a row"
 
 
 def _num_rollouts(args: Namespace, rows: int | None, prompts: int) -> tuple[int | None, str]:

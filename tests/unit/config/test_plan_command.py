@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from slime import cli
 from slime.backends.sglang_utils.server_args import _CPU_DEFAULTS
@@ -201,5 +202,13 @@ def test_the_plan_of_a_dump_has_the_share_of_its_unique_tokens(
     samples = [Sample(index=i, tokens=[1, 2, 3, 9 + i], response_length=1, reward=0.0) for i in range(2)]
     save_debug_rollout_data(dump, samples, rollout_id=0, evaluation=False)
     assert cli._unique_in_dump(dump) == 5 / 8
+    # tokens that the engine sent to other experts are not shared, and images share nothing
+    for sample in samples:
+        sample.rollout_routed_experts = torch.full((3, 1, 1), sample.index)
+    save_debug_rollout_data(dump, samples, rollout_id=0, evaluation=False)
+    assert cli._unique_in_dump(dump) == 1.0
+    samples[0].multimodal_train_inputs = {"pixel_values": torch.zeros(1)}
+    save_debug_rollout_data(dump, samples, rollout_id=0, evaluation=False)
+    assert cli._unique_in_dump(dump) is None
     assert cli._unique_in_dump(str(tmp_path / "none_{rollout_id}.pt")) is None
     assert cli._unique_in_dump(None) is None
