@@ -2,6 +2,9 @@
 
 A rollout ends with its longest response. If that begins last, engines wait for it. Responses to a prompt have similar
 lengths from epoch to epoch, so a prompt's last responses predict its next ones.
+
+Prompts that were drawn for an earlier rollout come first: with over-sampling, those of short responses would otherwise
+be left over by every rollout.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ class LongTail:
         self._most = most
         self._lengths: dict[bytes, float] = {}
         self._ends: list[float] | None = None
+        self._newest = -1  # largest sample index drawn so far
 
     def begin(self, fetch: Fetch, *, longest_first: bool) -> Fetch:
         """Begin a rollout. Returns ``fetch``, the source of its prompts, in the order to generate.
@@ -58,7 +62,17 @@ class LongTail:
     def _ordered(self, groups: Sequence[Any]) -> list[Any]:
         # A prompt without history counts as the mean. Without any history, the order is that of the data source.
         mean = sum(self._lengths.values()) / max(1, len(self._lengths))
-        return sorted(groups, key=lambda group: -self._lengths.get(_key(next(iter_samples(group))), mean))
+        newest = self._newest
+
+        def place(group: Any) -> float:
+            sample = next(iter_samples(group))
+            if isinstance(sample.index, int):
+                self._newest = max(self._newest, sample.index)
+                if sample.index <= newest:
+                    return -math.inf
+            return -self._lengths.get(_key(sample), mean)
+
+        return sorted(groups, key=place)
 
     def _remember(self, groups: Sequence[Any]) -> None:
         for group in groups:

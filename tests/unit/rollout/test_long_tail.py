@@ -32,6 +32,20 @@ def test_prompts_are_generated_by_their_last_lengths_and_unknown_ones_as_the_mea
     assert order(tail, "acbx") == "axbc", "without the flag nothing is remembered"
 
 
+def test_prompts_that_an_earlier_rollout_left_over_come_first() -> None:
+    """With over-sampling, those of short responses would otherwise wait for ever."""
+    tail = LongTail()
+    order(tail, "")
+    tail.end([group("a", 10), group("b", 20), group("c", 30)])
+
+    def fetched(*samples: tuple[str, int]) -> list[int | None]:
+        groups = [[Sample(prompt=name, index=index)] for name, index in samples]
+        return [entry[0].index for entry in tail.begin(lambda _: groups, longest_first=True)(len(groups))]
+
+    assert fetched(("a", 0), ("b", 1), ("c", 2)) == [2, 1, 0]
+    assert fetched(("a", 0), ("b", 1), ("a", 3), ("b", 4), ("c", 5)) == [0, 1, 5, 4, 3]
+
+
 def test_the_oldest_lengths_are_forgotten() -> None:
     tail = LongTail(most=2)
     order(tail, "")
