@@ -6,6 +6,8 @@ import random
 from array import array
 from collections.abc import Sequence
 
+import pytest
+
 from slime.backends.sglang_utils.cpu_platform.history import Cursor, History
 
 PROMPT, OTHER = [7, 8], [8, 7]
@@ -47,6 +49,26 @@ def test_a_draft_continues_after_a_difference() -> None:
     gains = follow(history := history_of(old), history.begin(PROMPT), new)
     assert sum(gains) == 39
     assert len(gains) < 15
+
+
+def test_a_long_response_that_resembles_nothing_is_looked_up_a_few_times_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    searches = 0
+    find = History._find
+
+    def count(history: History, cursor: Cursor, response: array[int]) -> None:
+        nonlocal searches
+        searches += 1
+        find(history, cursor, response)
+
+    monkeypatch.setattr(History, "_find", count)
+    history = history_of(list(range(1000)), list(range(500, 1000)), most_tokens=2000)
+    cursor = history.begin(PROMPT)
+    response = [*range(2000, 3000), *range(500, 900)]
+    gains = follow(history, cursor, response)
+    assert gains[:999] == [1] * 999
+    assert searches < 40
+    # and what does resemble one is found later
+    assert len(gains) < 999 + 400
 
 
 def test_the_newest_response_is_drafted() -> None:

@@ -13,6 +13,8 @@ _CONTEXT = 3  # tokens that a place in a response has in common with the sequenc
 _BYTES = array("i").itemsize
 # A sequence whose drafts fail this often in a row gets no more of them.
 _MOST_MISSES = 3
+# A search reads all responses to the prompt. One for each token would take longer than the model does.
+_LONGEST_PAUSE = 64
 
 
 @dataclass
@@ -24,6 +26,7 @@ class Cursor:
         at: index in it of the next token of the sequence.
         width: tokens of the next draft. Doubles after a draft that was accepted as a whole.
         misses: drafts in a row of which no token was accepted.
+        pause: tokens until the responses are searched again. ``next_pause`` doubles if a search finds nothing.
     """
 
     key: bytes
@@ -31,6 +34,8 @@ class Cursor:
     at: int = 0
     width: int = 2
     misses: int = 0
+    pause: int = 0
+    next_pause: int = 1
 
 
 @dataclass
@@ -67,8 +72,7 @@ class History:
             return ()
         source = cursor.source
         if source is None or cursor.at >= len(source) or source[cursor.at - 1] != response[-1]:
-            self._find(cursor, response)
-            source = cursor.source
+            source = self._search(cursor, response)
         if source is None:
             return ()
         return source[cursor.at : cursor.at + min(room, cursor.width)]
@@ -78,10 +82,19 @@ class History:
         cursor.at += accepted + 1
         if drafted:
             cursor.misses = 0 if accepted else cursor.misses + 1
+            cursor.next_pause = 1 if accepted else cursor.next_pause
             cursor.width = 2 * cursor.width if accepted == drafted else accepted + 1
 
-    def _find(self, cursor: Cursor, response: array[int]) -> None:
+    def _search(self, cursor: Cursor, response: array[int]) -> array[int] | None:
         cursor.source = None
+        cursor.pause -= 1
+        if cursor.pause < 0:
+            self._find(cursor, response)
+            if cursor.source is None:
+                cursor.pause, cursor.next_pause = cursor.next_pause, min(2 * cursor.next_pause, _LONGEST_PAUSE)
+        return cursor.source
+
+    def _find(self, cursor: Cursor, response: array[int]) -> None:
         responses = self._prompts.get(cursor.key, ())
         for source in responses:
             if len(source) > len(response) and source[: len(response)] == response:
