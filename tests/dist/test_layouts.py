@@ -89,7 +89,7 @@ def test_one_kind_of_parallelism_trains_like_one_rank(
     assert_replicas_agree(results)
 
 
-@pytest.mark.parametrize(("world_size", "layout"), [(2, "tp2 sp size8"), (2, "pp2 vpp2 size2")])
+@pytest.mark.parametrize(("world_size", "layout"), [(4, "tp2 sp size8"), (2, "pp2 vpp2 size2")])
 def test_shared_prefixes_train_like_separate_samples(
     world_size: int, layout: str, train: Train, table: ComparisonTable
 ) -> None:
