@@ -171,8 +171,9 @@ def become_worker(connection: socket.socket, request: Mapping[str, Any]) -> None
         os.nice(request["niceness"] - os.nice(0))
         Path("/proc/self/oom_score_adj").write_text(request["oom_score"], encoding="ascii")
     tempfile.tempdir = None  # it is cached
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed()  # as in a new process. random does so itself, torch has a constant seed
+    # As in a new process, which has another seed than any other one. The module random does so itself.
+    sys.modules["numpy"].random.seed()
+    sys.modules["torch"].default_generator.seed()
     sys.argv = request["argv"]
     sys.path[0] = os.path.dirname(sys.argv[0])
     try:

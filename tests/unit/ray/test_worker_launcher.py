@@ -19,17 +19,21 @@ import ray
 
 from slime.ray.engines.preloading import preloading
 from slime.ray.run import cluster, worker_launcher
-from slime.ray.run.worker_launcher import WORKER_FORKS, NotForked, differing, worker_of
+from slime.ray.run.worker_launcher import WORKER_FORKS, WORKER_ROLE, NotForked, differing, worker_of
 from slime.utils.deadline import Deadline, wait_until
 from slime.utils.process import has_ended, temporary_base
 
 WORKER = """
-import json, os, sys
+import json, os, random, sys
 facts = {"argv": sys.argv, "pid": os.getpid(), "directory": os.getcwd(), "path": sys.path[0]}
-facts |= {"environment": dict(os.environ), "is_preloaded": "torch" in sys.modules}
+facts |= {"environment": dict(os.environ), "modules": list(sys.modules)}
+if "torch" in sys.modules:
+    import numpy, torch
+    facts["drawn"] = [random.random(), float(numpy.random.rand()), float(torch.rand(1, dtype=torch.float64))]
 print(json.dumps(facts), flush=True)
 print("an error", file=sys.stderr, flush=True)
 """
+TRAINER = "slime.backends.megatron_utils.actor"
 PYTESTS = "PYTEST_CURRENT_TEST"  # another value in each phase of a test
 FROM_SCRATCH = "import sys; print('from scratch', *sys.argv[1:])"
 
@@ -37,7 +41,8 @@ FROM_SCRATCH = "import sys; print('from scratch', *sys.argv[1:])"
 @pytest.fixture(scope="module")
 def preload(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     os.environ.pop(PYTESTS, None)
-    with preloading(tmp_path_factory.mktemp("log") / "log", {"OMP_NUM_THREADS": "1"}, trainer=None, has_engines=False):
+    log, env = tmp_path_factory.mktemp("log") / "log", {"OMP_NUM_THREADS": "1"}
+    with preloading(log, env, trainer=TRAINER, has_engines=False):
         yield
 
 
@@ -68,12 +73,23 @@ def test_a_forked_worker_is_like_a_new_process(preload: None, scripts: Path) -> 
     out, _ = launched(scripts, "--language=PYTHON", "--a=1", context(RAY_TEST="of the actor"), RAY_OF_NODE="x")
     facts = json.loads(out)
     wait_until(lambda: "an error" in (scripts / "errors").read_text(), Deadline(600, "the worker's errors"))
-    assert facts["is_preloaded"]
+    assert "slime.rollout.sglang_rollout" in facts["modules"]
+    assert TRAINER not in facts["modules"]
     assert facts["argv"] == [str(scripts / "default_worker.py"), "--a=1"]
     assert facts["directory"] == facts["path"] == str(scripts)
     expected = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_OF_NODE": "x", "RAY_TEST": "of the actor"}
     expected.pop(PYTESTS)
     assert facts["environment"] == expected, "no variable of the process that preloads is left"
+
+
+def test_a_trainer_rank_is_forked_from_a_process_with_its_modules(preload: None, scripts: Path) -> None:
+    facts = json.loads(launched(scripts, **{WORKER_ROLE: "trainer"})[0])
+    assert TRAINER in facts["modules"]
+
+
+def test_forked_workers_draw_other_random_numbers_as_new_processes_do(preload: None, scripts: Path) -> None:
+    first, second = (json.loads(launched(scripts)[0])["drawn"] for _ in range(2))
+    assert all(a != b for a, b in zip(first, second, strict=True)), (first, second)
 
 
 def test_an_actor_with_variables_that_modules_read_at_their_import_starts_from_scratch(
