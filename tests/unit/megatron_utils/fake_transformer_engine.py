@@ -36,6 +36,33 @@ class _Module(torch.nn.Module):
         return weight
 
 
+class _Product(torch.autograd.Function):
+    """``inp @ weight.mT``. Adds the weight's gradient to ``main_grad`` and returns nonsense, as the kernels do."""
+
+    @staticmethod
+    def forward(ctx: Any, inp: torch.Tensor, weight: torch.Tensor, is_first_microbatch: bool | None) -> torch.Tensor:
+        ctx.save_for_backward(inp)
+        ctx.weight, ctx.overwrites = weight, is_first_microbatch is True
+        return inp @ weight.mT
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+        (inp,), weight, nonsense = ctx.saved_tensors, ctx.weight, None
+        if weight.requires_grad:
+            main = weight.main_grad
+            rows, inputs = (part.flatten(0, -2).to(main.dtype) for part in (gradients[0], inp))
+            main.copy_(rows.mT @ inputs) if ctx.overwrites else main.addmm_(rows.mT, inputs)
+            weight.grad_added_to_main_grad = True
+            nonsense = torch.full_like(weight, float("nan"))
+        return gradients[0] @ weight, nonsense, None
+
+
+def _product(module: Any, inp: torch.Tensor, weight: torch.Tensor, is_first_microbatch: bool | None) -> torch.Tensor:
+    if module.fuse_wgrad_accumulation:
+        return _Product.apply(inp, weight, is_first_microbatch)  # type: ignore[no-any-return, no-untyped-call]
+    return inp @ weight.mT
+
+
 class Linear(_Module):
     def __init__(
         self,
@@ -56,13 +83,16 @@ class Linear(_Module):
     ) -> None:
         super().__init__()
         assert not (bias and parallel_mode == "row")
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.parallel_mode, self._returns_bias = parallel_mode, return_bias
         self.weight = self._weight(out_features, in_features, params_dtype, init_method, int(parallel_mode == "row"))
         self.bias = torch.nn.Parameter(torch.zeros(out_features, dtype=params_dtype)) if bias else None
 
     def forward(self, inp: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
-        out = F.linear(inp, self.weight, None if self._returns_bias else self.bias)
-        return (out, self.bias) if self._returns_bias else out
+        out = _product(self, inp, self.weight, is_first_microbatch)
+        if self._returns_bias:
+            return out, self.bias
+        return out if self.bias is None else out + self.bias
 
 
 class RMSNorm(_Module):
@@ -108,7 +138,8 @@ class LayerNormLinear(Linear):
         self._eps, self._adds_one = eps, zero_centered_gamma
 
     def forward(self, inp: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
-        return super().forward(_normed(inp, self.layer_norm_weight, self._eps, self._adds_one))
+        normed = _normed(inp, self.layer_norm_weight, self._eps, self._adds_one)
+        return super().forward(normed, is_first_microbatch)
 
 
 class GroupedLinear(_Module):
@@ -134,6 +165,7 @@ class GroupedLinear(_Module):
         super().__init__()
         assert not bias
         self.num_gemms, self.use_bias = num_gemms, bias
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.fp8, self.fp8_calibration, self.fp8_meta = False, False, {"fp8_checkpoint": False}
         for number in range(num_gemms):
             dim = int(parallel_mode == "row")
@@ -143,8 +175,9 @@ class GroupedLinear(_Module):
         pass
 
     def forward(self, inp: torch.Tensor, m_splits: list[int], is_first_microbatch: bool | None = None) -> torch.Tensor:
-        parts = inp.split(m_splits)
-        return torch.cat([part @ getattr(self, f"weight{number}").mT for number, part in enumerate(parts)])
+        weights = [getattr(self, f"weight{number}") for number in range(self.num_gemms)]
+        pairs = zip(inp.split(m_splits), weights, strict=True)
+        return torch.cat([_product(self, part, weight, is_first_microbatch) for part, weight in pairs])
 
 
 class DotProductAttention(_Module):

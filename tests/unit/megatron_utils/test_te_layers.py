@@ -183,3 +183,15 @@ def test_patterns_of_flags_and_users_conversions_see_local_names(tmp_path: Path)
 )
 def test_other_names_stay(name: str) -> None:
     assert local_name(f"decoder.layers.3.{name}") == f"decoder.layers.3.{name}"
+
+
+@pytest.mark.usefixtures("megatron_groups", "wrappers")
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+def test_products_of_gradients_add_to_the_sum_of_all_micro_batches(kind: str, tmp_path: Path) -> None:
+    make_family_checkpoint(kind, tmp_path)
+    trainer = trained(tmp_path, 1, **TE)
+    (chunk,) = trainer._ready.chunks
+    added = {name for name, value in chunk.named_parameters() if value.grad_added_to_main_grad}
+    matrices = {name for name, value in chunk.named_parameters() if ".linear_" in name and value.dim() == 2}
+    assert added == matrices
+    assert added

@@ -105,7 +105,7 @@ def _group_experts(layer: TransformerLayerSubmodules) -> None:
 
 
 def prepare_te_layers(model: Any) -> None:
-    """Finish a new model: two things that Megatron's wrappers leave open."""
+    """Finish a new model: three things that Megatron's wrappers leave open."""
     from megatron.core.extensions.transformer_engine import TEDotProductAttention, TERowParallelGroupedLinear
 
     for module in model.modules():
@@ -115,6 +115,10 @@ def prepare_te_layers(model: Any) -> None:
         if isinstance(module, TERowParallelGroupedLinear):
             for parameter in module.parameters():
                 parameter.partition_dim = 1  # marked as 0 if tensor parallelism divides experts
+        if hasattr(module, "fuse_wgrad_accumulation"):
+            # The product that makes a weight's gradient adds it to the fp32 sum. Megatron's flag for that also holds
+            # for its local layers, such as the LM head, whose kernel is Apex's.
+            module.fuse_wgrad_accumulation = True
 
 
 def with_classes(spec: Any, classes: dict[type, Any]) -> Any:
