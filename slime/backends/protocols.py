@@ -39,12 +39,21 @@ class EngineInfo:
         first_slot: its first device among all devices of the run, the trainer's first. None for an external engine.
         expert_blocks: device k of n loads only the experts of block ``k * expert_blocks // n``, of so many equal
             blocks of each layer. 1: every device loads all experts, or it is not known.
+        attention_copies: equal parts of the devices that hold all of attention and of the embedding each.
+        head_copies: the same for the output layer.
+        num_schedulers: each has requests and a prefix cache of its own (data-parallel attention).
     """
 
     url: str
     num_gpus: int
     first_slot: int | None = None  # with --colocate slot s is also the slot of trainer rank s
     expert_blocks: int = 1
+    attention_copies: int = 1
+    head_copies: int = 1
+    num_schedulers: int = 1
+
+    def place(self, rank: int) -> Place:
+        return Place(rank, self.num_gpus, self.expert_blocks, self.attention_copies, self.head_copies)
 
 
 @dataclass(frozen=True)
@@ -75,39 +84,53 @@ DRAFT = "draft"
 
 
 class Place(NamedTuple):
-    """One rank of an engine: tensor-parallel rank and size, and the number of blocks that divide the experts."""
+    """One rank of an engine: tensor-parallel rank and size, the others as in :class:`EngineInfo`."""
 
     rank: int
     size: int
     blocks: int
+    attention_copies: int = 1
+    head_copies: int = 1
 
 
 class Piece(NamedTuple):
-    """A part of an engine tensor: its name, the number of the part, and the content."""
+    """A part of an engine tensor.
+
+    Attributes:
+        name: of the engine tensor.
+        places: the ranks that hold this content. The same for all parts of a tensor.
+        order: number of the part.
+        is_equal: all parts of the tensor have the same size.
+    """
 
     name: str
+    places: tuple[Place, ...]
     order: int
     tensor: torch.Tensor
+    is_equal: bool = False
 
 
 class TensorHash(Protocol):
     """The checksum of one engine tensor."""
 
-    def add(self, tensor: torch.Tensor) -> None:
-        """Add the next part."""
+    needs_order: bool
+    """Whether parts must be added one after the other, even if all have the same size."""
 
-    def digest(self) -> str:
-        """As the engine reports it."""
+    def add(self, tensor: torch.Tensor, order: int | None = None) -> None:
+        """Add the next part, or number ``order`` of parts of equal sizes."""
 
 
 class EngineTensors(Protocol):
     """The rules by which a kind of engine lays out tensors, and its checksum."""
 
-    def pieces(self, name: str, tensor: torch.Tensor, place: Place) -> Iterable[Piece]:
-        """The parts of engine tensors that ``place`` makes of one exported tensor."""
+    def pieces(self, name: str, tensor: torch.Tensor, places: Sequence[Place]) -> Iterable[Piece]:
+        """The parts of engine tensors that ``places`` make of one exported tensor."""
 
     def hash(self) -> TensorHash:
         """The checksum of a new tensor."""
+
+    def digests(self, hashes: Sequence[TensorHash]) -> list[str]:
+        """The checksums as the engine reports them."""
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from slime.backends.protocols import EVERY_RANK, AdapterProof, Canary, EngineInfo, NamedTensor, Probe, Recipients
 from slime.backends.sglang_utils.checksum import SGLangTensors
 from slime.backends.sglang_utils.engine import MEMORY_TAGS, SGLangEngine
+from slime.backends.sglang_utils.external import engine_info
 from slime.data.served_adapter import ADAPTER_NAME
 from slime.doctor import Finding, fail, ok, skip, warn
 from slime.doctor.engine_answers import Answer, Trial
@@ -181,15 +183,14 @@ class _Sync:
         golden = trial.golden
         self.golden, self.engine = golden, trial.engine
         size = int(trial.server.get("tp_size") or 1) * int(trial.server.get("pp_size") or 1)
-        self.info = EngineInfo(self.engine.url, size)
+        self.info = engine_info(self.engine.url, size, None, trial.server)
         self.ids = probe_ids(golden.vocab_size)
         self.number = 0
         self.tolerance = golden.precision.median
         self.before: Canary | None = None
 
     def fleet(self, first_slot: int | None = None) -> LocalFleet:
-        info = EngineInfo(self.info.url, self.info.num_gpus, first_slot)
-        return LocalFleet([self.engine], [info])
+        return LocalFleet([self.engine], [replace(self.info, first_slot=first_slot)])
 
     def canary(self) -> Canary:
         scores = self.golden.log_probs(self.ids)[-(len(self.ids) // 2) :].tolist()
@@ -215,11 +216,21 @@ class _Sync:
 
 
 def weight_updates(trial: Trial) -> Iterator[Finding]:
-    """Each transport, checksums, and memory that is released. Ends with the checkpoint's weights."""
+    """Each transport, checksums, and released memory. Ends with the checkpoint's weights, also after an error."""
     if trial.server.get("quantization") or int(trial.server.get("pp_size") or 1) > 1:
         yield skip("weight updates", "a quantized engine, or one with pipeline stages")
         return
-    sync, engine, golden = _Sync(trial), trial.engine, trial.golden
+    sync = _Sync(trial)
+    try:
+        yield from _updates(trial, sync)
+    except BaseException:  # also Ctrl-C: the engine may be someone else's
+        sync.golden.scale(1.0)
+        sync.engine.update_weights_from_disk(sync.golden.checkpoint, str(sync.number + 1), flush_cache=True)
+        raise
+
+
+def _updates(trial: Trial, sync: _Sync) -> Iterator[Finding]:
+    engine, golden = trial.engine, trial.golden
     first = engine.rank_checksums()
     yield _by_network(sync, "from distributed", FACTOR)
     changed = engine.rank_checksums()
@@ -285,9 +296,7 @@ def _root_hash(sync: _Sync) -> Finding:
         shape = read_shape(sync.golden.checkpoint)
     except ConfigError:
         return skip(what, "slime does not know the family")
-    experts = 0 if shape.moe is None else shape.moe.num_experts
-    is_cpu = accelerator.current().is_cpu
-    proof = RootProof(SGLangTensors(shape.num_layers, shape.num_query_groups, experts, on_cpu=is_cpu), is_strict=True)
+    proof = RootProof(SGLangTensors.of(shape, on_cpu=accelerator.current().is_cpu), excuses="none")
     root = proof.begin(places_of([sync.info], (), 0))
     for _ in root.watch(sync.golden.export_weights()):
         pass

@@ -89,14 +89,17 @@ def verify_canary(fleet: EngineFleet, canary: Canary, timeout_s: float, before: 
     Raises:
         EngineError: an engine serves another version, starts from a stale cache, or computes other log-probs.
     """
-    asking = fleet.start("canary", token_ids=list(canary.token_ids))
-    for engine, answer in zip(fleet.engines, asking.wait(timeout_s), strict=True):
-        problem = None if answer is None else _canary_problem(answer, canary, before)
-        if problem is not None:
-            raise EngineError(
-                f"engine {engine.url}, weight version {canary.version}: {problem} The sync is refused. "
-                "--weight-sync-proof none turns the canary off."
-            )
+    counts = [{"num_schedulers": engine.num_schedulers} for engine in fleet.engines]
+    asking = fleet.start("canary", counts, token_ids=list(canary.token_ids))
+    for engine, answers in zip(fleet.engines, asking.wait(timeout_s), strict=True):
+        for number, answer in enumerate(answers):
+            problem = _canary_problem(answer, canary, before)
+            if problem is not None:
+                where = f", scheduler {number} of {len(answers)}" if len(answers) > 1 else ""
+                raise EngineError(
+                    f"engine {engine.url}{where}, weight version {canary.version}: {problem} The sync is refused. "
+                    "--weight-sync-proof none turns the canary off."
+                )
 
 
 def _canary_problem(answer: Mapping[str, Any], canary: Canary, before: Canary | None) -> str | None:

@@ -129,6 +129,10 @@ class TrainerRanks:
         dist.all_gather_object(values, value, group=group)
         return values
 
+    def to_source(self, value: Any) -> list[Any]:
+        """The values of all ranks, in rank order, on the source. Empty on the others."""
+        return self.to_first(value, self._everyone())
+
     def _everyone(self) -> ProcessGroup | None:
         if self.size > 1 and self._all is None:
             self._all = self.group(range(self.size))
@@ -264,10 +268,11 @@ def _deliver(
 
 
 def _of_all(root: RootHash, ranks: TrainerRanks) -> Checksums:
-    """The checksums of every rank. A collective."""
+    """The checksums of every rank, on the source. A collective."""
     found: dict[Place, Mapping[str, str]] = {}
-    failure = error_of(lambda: found.update(root.checksums()))  # the other ranks wait in gather()
-    answers = ranks.gather((found, None if failure is None else message_of(failure)))
+    failure = error_of(lambda: found.update(root.checksums()))  # the other ranks wait in to_source()
+    # to the source only: the checksums of a large engine are megabytes of text
+    answers = ranks.to_source((found, None if failure is None else message_of(failure)))
     if failure is not None:
         raise failure
     if problems := [problem for _, problem in answers if problem is not None]:

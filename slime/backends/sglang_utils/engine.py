@@ -365,11 +365,18 @@ class SGLangEngine(AdapterCalls):
 
     def rank_checksums(self) -> list[tuple[int, dict[str, str]]]:
         """For each tensor-parallel rank its number, and a checksum of each of its tensors by name."""
-        ranks = self._change("weights_checker", {"action": "checksum"}, needs="ranks")["ranks"]
+        fix = "--weight-sync-proof canary does without checksums."
+        try:
+            ranks = self._change("weights_checker", {"action": "checksum"}, needs="ranks")["ranks"]
+        except EngineSilent:
+            raise
+        except EngineError as error:
+            raise EngineError(f"{error} {fix}") from error
         try:
             return read_checksums(ranks)
         except (AttributeError, LookupError, TypeError, ValueError):
-            raise EngineError(f"engine {self._spec.rank} ({self.url}): no checksums in {str(ranks)[:500]}") from None
+            start = f"engine {self._spec.rank} ({self.url})"
+            raise EngineError(f"{start}: no checksums in {str(ranks)[:500]}. {fix}") from None
 
     def reset_weights(self) -> None:
         """Overwrite every tensor with random values."""

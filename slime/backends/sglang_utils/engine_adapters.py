@@ -199,15 +199,22 @@ class AdapterCalls(ABC):
         base, *adapted = self._log_probs(token_ids, [{}, fields] if is_loaded else [{}])
         return {"adapters": adapters, "adapted": adapted[0] if adapted else None, "base": base}
 
-    def canary(self, token_ids: Sequence[int]) -> dict[str, Any] | None:
-        """Score the second half of a prompt. The cache may hold its first half.
+    def canary(self, token_ids: Sequence[int], num_schedulers: int = 1) -> list[dict[str, Any]]:
+        """Let every scheduler score the second half of a prompt. The cache may hold its first half.
 
         Returns:
-            ``scores``: log-probs. ``cached``: tokens whose keys and values came from the cache. ``version``: of the
-            weights. None from an engine that makes only a part of a response (prefill, decode).
+            One entry per scheduler. ``scores``: log-probs. ``cached``: tokens whose keys and values came from the
+            cache. ``version``: of the weights. Empty from an engine that makes only a part of a response (prefill,
+            decode).
         """
         if self._spec.worker_type is not WorkerType.REGULAR:
-            return None
+            return []
+        if num_schedulers == 1:
+            return [self._score(token_ids, {})]
+        with ThreadPoolExecutor(num_schedulers) as pool:
+            return list(pool.map(lambda rank: self._score(token_ids, {"routed_dp_rank": rank}), range(num_schedulers)))
+
+    def _score(self, token_ids: Sequence[int], target: Mapping[str, int]) -> dict[str, Any]:
         # scores from the first token on would keep SGLang from using its cache, and hide a cache that is stale
         half = len(token_ids) // 2
         body = {
@@ -215,6 +222,7 @@ class AdapterCalls(ABC):
             "sampling_params": {"max_new_tokens": 0},  # a sampled token would change the random numbers of others
             "return_logprob": True,
             "logprob_start_len": len(token_ids) - half - 1,
+            **target,
         }
         info = self.generate(body)[0]["meta_info"]
         scores = [float(entry[0]) for entry in info["input_token_logprobs"][-half:]]

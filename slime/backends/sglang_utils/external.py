@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from slime.backends.protocols import weights_dtype
+from slime.backends.protocols import EngineInfo, weights_dtype
 from slime.backends.sglang_utils.adapter_rules import problems_of_server
 from slime.backends.sglang_utils.engine import EngineSpec, SGLangEngine
 from slime.backends.sglang_utils.topology import WorkerType
@@ -201,6 +201,15 @@ def expert_blocks(answer: Mapping[str, Any]) -> int:
     is_usual = answer.get("init_expert_location") in (None, "trivial") and not any(map(answer.get, _MOVES_EXPERTS))
     is_one_copy = _number(answer, "moe_dp_size") == 1 and _number(answer, "pp_size") == 1
     return _number(answer, "ep_size") if is_usual and is_one_copy else 1
+
+
+def engine_info(url: str, num_gpus: int, first_slot: int | None, answer: Mapping[str, Any]) -> EngineInfo:
+    """What the trainer must know of an engine, from all fields of its server."""
+    # names and rules of ``parallel_widths_of`` in SGLang 0.5.23
+    schedulers = _number(answer, "dp_size") if answer.get("enable_dp_attention") else 1
+    copies = schedulers * _number(answer, "attn_cp_size")
+    head_copies = copies if answer.get("enable_dp_lm_head") else 1
+    return EngineInfo(url, num_gpus, first_slot, expert_blocks(answer), copies, head_copies, schedulers)
 
 
 def apply_external_engine_info_to_args(args: Namespace, logger: logging.Logger | None = None) -> None:

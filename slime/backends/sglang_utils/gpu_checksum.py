@@ -2,10 +2,12 @@
 
 ``gpu_tensor_hash`` of SGLang 0.5.23 (kernels/ops/memory/gpu_tensor_hash.py) reads a whole tensor: the hash of each
 32-bit word depends on its place, and words are added up in tiles of 8192. The sums of a tile can therefore be computed
-part by part, and no rank needs the fused tensor. Each byte is read once.
+part by part, in any order, and no rank needs the fused tensor. Each byte is read once.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
 
 import torch
 import triton
@@ -60,45 +62,74 @@ def add_words(  # type: ignore[no-untyped-def]
 class TileHash:
     """The checksum of one tensor (protocol TensorHash)."""
 
+    needs_order = False
+
     def __init__(self) -> None:
         self._num_words = 0
         self._sums: torch.Tensor | None = None
         self._rest: torch.Tensor | None = None
 
-    def add(self, tensor: torch.Tensor) -> None:
+    def add(self, tensor: torch.Tensor, order: int | None = None) -> None:
         data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        if order is not None:
+            if data.numel() % _WORD:
+                raise ValueError(f"parts of {data.numel()} bytes, which is no multiple of {_WORD}, need their order")
+            self._add_words(_words(data), order * data.numel() // _WORD)
+            return
         if self._rest is not None:
             data = torch.cat([self._rest, data])
         whole = data.numel() // _WORD * _WORD
         self._rest = data[whole:].clone() if whole < data.numel() else None
         if whole:
-            # a view in words needs an aligned address, which a slice of bytes may lack
-            part = data[:whole] if data.data_ptr() % _WORD == 0 else data[:whole].clone()
-            self._add_words(part.view(torch.int32))
+            self._add_words(_words(data[:whole]), self._num_words)
 
-    def _add_words(self, words: torch.Tensor) -> None:
-        begin, count = self._num_words, words.numel()
-        self._num_words = end = begin + count
+    def _add_words(self, words: torch.Tensor, begin: int) -> None:
+        count = words.numel()
+        self._num_words = max(self._num_words, begin + count)
         # longer with every part: the size of the whole tensor is not known
-        num_tiles = -(-end // _TILE)
-        sums = torch.zeros(num_tiles, 2, dtype=torch.int32, device=words.device)
-        if self._sums is not None:
-            sums[: len(self._sums)] = self._sums
-        self._sums = sums
-        blocks = -(-end // _BLOCK) - begin // _BLOCK
-        add_words[(blocks,)](words, sums, begin, count, seed1=_SEED, seed2=_SECOND_SEED, TILE=_TILE, BLOCK=_BLOCK)
+        num_tiles = -(-self._num_words // _TILE)
+        if self._sums is None or len(self._sums) < num_tiles:
+            # twice as long each time, so that a tensor of many parts is not copied for each of them
+            sums = torch.zeros(max(num_tiles, 2 * self._room()), 2, dtype=torch.int32, device=words.device)
+            if self._sums is not None:
+                sums[: len(self._sums)] = self._sums
+            self._sums = sums
+        blocks = -(-(begin + count) // _BLOCK) - begin // _BLOCK
+        add_words[(blocks,)](words, self._sums, begin, count, seed1=_SEED, seed2=_SECOND_SEED, TILE=_TILE, BLOCK=_BLOCK)
 
-    def digest(self) -> str:
+    def _room(self) -> int:
+        return 0 if self._sums is None else len(self._sums)
+
+    def tiles(self) -> torch.Tensor:
+        """SGLang's hashes of the tiles, before they are added up: int64 [number of tiles]."""
         if self._rest is not None:  # the end of a tensor is filled up with zeros
             filled = torch.nn.functional.pad(self._rest, (0, _WORD - self._rest.numel()))
             self._rest = None
-            self._add_words(filled.view(torch.int32))
+            self._add_words(filled.view(torch.int32), self._num_words)
         if self._sums is None:
-            return f"{0:016x}"
+            return torch.zeros(0, dtype=torch.int64)
+        sums = self._sums[: -(-self._num_words // _TILE)]
         # int64: SGLang's unsigned words, and sums that wrap around as its sums do
-        tiles = _finished((self._sums.long() & _MASK) ^ (self._num_words * _WORD & _MASK))
-        total = int(((tiles[:, 0] << 32) | tiles[:, 1]).sum().item()) & _MASK_64
-        return f"{_split_mixed(total):016x}"
+        parts = _finished((sums.long() & _MASK) ^ (self._num_words * _WORD & _MASK))
+        return (parts[:, 0] << 32) | parts[:, 1]
+
+
+def tile_digests(hashes: Sequence[TileHash]) -> list[str]:
+    """The checksums. The host waits for the device once per 256 tensors."""
+    return [text for begin in range(0, len(hashes), 256) for text in _digests(hashes[begin : begin + 256])]
+
+
+def _digests(hashes: Sequence[TileHash]) -> Iterator[str]:
+    tiles = [each.tiles() for each in hashes]
+    on_device = [each.sum() for each in tiles if len(each)]
+    totals = iter(torch.stack(on_device).tolist() if on_device else [])
+    for each in tiles:
+        yield f"{_split_mixed(next(totals) & _MASK_64) if len(each) else 0:016x}"
+
+
+def _words(data: torch.Tensor) -> torch.Tensor:
+    # a view in words needs an aligned address, which a slice of bytes may lack
+    return (data if data.data_ptr() % _WORD == 0 else data.clone()).view(torch.int32)
 
 
 def _finished(x: torch.Tensor) -> torch.Tensor:

@@ -26,7 +26,7 @@ from ray.exceptions import RayError
 from slime.backends.protocols import EngineInfo
 from slime.backends.sglang_utils.engine import EngineSpec, SGLangEngine
 from slime.backends.sglang_utils.engine_adapters import StagedAdapter
-from slime.backends.sglang_utils.external import ExternalEngine, ExternalEngineInfo, expert_blocks, get_server_info
+from slime.backends.sglang_utils.external import ExternalEngine, ExternalEngineInfo, engine_info, get_server_info
 from slime.backends.sglang_utils.fork_server import ForkedServer
 from slime.backends.sglang_utils.server_args import build_argv, server_env
 from slime.backends.sglang_utils.server_process import (
@@ -138,9 +138,8 @@ class _Startable(SGLangEngine):
         """Start without registering at the router."""
         self.start()  # no requests yet: the weights are still those of the checkpoint
         # asked of the server, which may choose another size than its flags
-        is_divided = self._first_slot is not None and self._spec.num_gpus > 1
-        blocks = expert_blocks(get_server_info(self.url)) if is_divided else 1
-        return EngineInfo(self.url, self._spec.num_gpus, self._first_slot, blocks)
+        answer = get_server_info(self.url) if self._spec.num_gpus > 1 else {}
+        return engine_info(self.url, self._spec.num_gpus, self._first_slot, answer)
 
     def is_leaving(self) -> bool:
         """True if the server got SIGTERM."""

@@ -217,7 +217,7 @@ def test_an_update_is_made_as_the_flags_say(flags: str, expected: dict[str, Any]
     for _ in range(2):  # the same weights again do not make a new version to keep
         rank.update_weights(fleet, "5")  # type: ignore[arg-type]
     proof = updates[0].proof
-    kind = None if proof is None else "strict" if proof.is_strict else "full"
+    kind = None if proof is None else "strict" if proof.excuses == "none" else "full"
     found = vars(updates[0]) | {"proof": kind, "kept": kept}
     assert {name: found[name] for name in expected} == expected
 

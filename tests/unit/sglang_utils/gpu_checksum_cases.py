@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from slime.backends.sglang_utils.gpu_checksum import TileHash
+from slime.backends.sglang_utils.gpu_checksum import TileHash, tile_digests
 
 
 def stock_module() -> Any:
@@ -42,6 +42,7 @@ def stock_checksum(stock: Any, tensor: torch.Tensor) -> str:
 def main() -> None:
     stock = stock_module()
     torch.manual_seed(0)
+    hashes, expected = [], []
     for shape, dtype, ends in (
         ((3, 5), torch.float32, (1, 3)),
         ((4, 2055, 3), torch.bfloat16, (1, 3, 4)),
@@ -52,7 +53,15 @@ def main() -> None:
         for end in ends:
             checksum.add(tensor[begin:end])
             begin = end
-        print("equal" if checksum.digest() == stock_checksum(stock, tensor) else "differs")
+        hashes.append(checksum)
+        expected.append(stock_checksum(stock, tensor))
+    tensor, checksum = torch.randn(5, 3000), TileHash()
+    for order in (3, 0, 4, 2, 1):  # equal parts in any order
+        checksum.add(tensor[order], order)
+    hashes += [checksum, TileHash()]
+    expected += [stock_checksum(stock, tensor), f"{0:016x}"]
+    for mine, theirs in zip(tile_digests(hashes), expected, strict=True):
+        print("equal" if mine == theirs else "differs")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import subprocess
 import sys
@@ -11,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+import xxhash
 
 from slime.backends.protocols import NamedTensor, Place
-from slime.backends.sglang_utils.checksum import SGLangTensors, Sha256
+from slime.backends.sglang_utils.checksum import HostHash, SGLangTensors, read_checksums
+from slime.models.shape import MlaShape
 from slime.weight_sync.root_hash import RootHash
 
 ALONE = Place(0, 1, 1)
@@ -26,14 +27,14 @@ def expected_checksums(weights: list[NamedTensor], place: Place = ALONE, **more:
 
 
 def tensor_checksum(tensor: torch.Tensor) -> str:
-    hasher = Sha256()
+    hasher = HostHash()
     hasher.add(tensor)
     return hasher.digest()
 
 
-def test_a_checksum_is_the_start_of_the_sha256_of_the_bytes():
+def test_a_checksum_is_a_hash_of_the_bytes():
     tensor = torch.arange(5, dtype=torch.float32)
-    assert tensor_checksum(tensor) == hashlib.sha256(tensor.numpy().tobytes()).hexdigest()[:16]
+    assert tensor_checksum(tensor) == xxhash.xxh3_64(tensor.numpy().tobytes()).hexdigest()
 
 
 def test_a_checksum_does_not_depend_on_strides():
@@ -160,10 +161,79 @@ def test_prediction_layers_are_those_of_a_draft_and_parts_of_quantized_tensors_a
     assert list(expected_checksums(weights)) == ["draft.model.layers.9.eh_proj.weight"]
 
 
+def test_a_prediction_layer_is_fused_and_divided_as_the_others():
+    up, down = torch.randn(128, 8), torch.randn(8, 128)
+    prefix = "model.layers.9.mlp."
+    weights = [(f"{prefix}gate_proj.weight", up), (f"{prefix}up_proj.weight", up), (f"{prefix}down_proj.weight", down)]
+    assert expected_checksums(weights, Place(1, 2, 1)) == {
+        f"draft.{prefix}gate_up_proj.weight": tensor_checksum(torch.cat([up[64:], up[64:]])),
+        f"draft.{prefix}down_proj.weight": tensor_checksum(down[:, 64:]),
+    }
+
+
+@pytest.mark.parametrize("q_lora_rank", [6, None])
+def test_latent_attention_fuses_its_down_projections_if_queries_are_compressed(q_lora_rank: int | None):
+    layer, hidden = "model.layers.0.self_attn.", 8
+    q, q_a, q_b, kv_a, kv_b = (torch.randn(size, hidden) for size in (16, 6, 16, 12, 20))
+    named = {"q_a_proj": q_a, "q_b_proj": q_b} if q_lora_rank else {"q_proj": q}
+    named |= {"kv_a_proj_with_mqa": kv_a, "kv_b_proj": kv_b}
+    weights = [(f"{layer}{name}.weight", tensor) for name, tensor in named.items()]
+    expected = {"kv_b_proj": kv_b[10:]}
+    expected |= (
+        {"fused_qkv_a_proj_with_mqa": torch.cat([q_a, kv_a]), "q_b_proj": q_b[8:]}
+        if q_lora_rank
+        else {"q_proj": q[8:], "kv_a_proj_with_mqa": kv_a}
+    )
+    assert expected_checksums(weights, Place(1, 2, 1), mla=MlaShape(q_lora_rank, 8, 8, 4, 8)) == {
+        f"{layer}{name}.weight": tensor_checksum(tensor) for name, tensor in expected.items()
+    }
+
+
+def test_copies_of_attention_divide_it_among_fewer_ranks_and_the_embedding_too():
+    layer, hidden = "model.layers.0.", 8
+    q, kv, out, up, table = (torch.randn(size, hidden) for size in (16, 8, hidden, 256, 128))
+    weights = [
+        *((f"{layer}self_attn.{name}_proj.weight", tensor) for name, tensor in (("q", q), ("k", kv), ("v", kv))),
+        (f"{layer}self_attn.o_proj.weight", out),
+        (f"{layer}mlp.gate_proj.weight", up),
+        (f"{layer}mlp.up_proj.weight", up),
+        ("model.embed_tokens.weight", table),
+        ("lm_head.weight", table),
+    ]
+    # rank 3 of four with two copies: the second half of attention, and the last quarter of all else
+    assert expected_checksums(weights, Place(3, 4, 1, attention_copies=2)) == {
+        f"{layer}self_attn.qkv_proj.weight": tensor_checksum(torch.cat([q[8:], kv[4:], kv[4:]])),
+        f"{layer}self_attn.o_proj.weight": tensor_checksum(out[:, 4:]),
+        f"{layer}mlp.gate_up_proj.weight": tensor_checksum(torch.cat([up[192:], up[192:]])),
+        "model.embed_tokens.weight": tensor_checksum(table[64:]),
+        "lm_head.weight": tensor_checksum(table[96:]),
+    }
+    last = expected_checksums(weights[-1:], Place(3, 4, 1, attention_copies=2, head_copies=2))
+    assert last == {"lm_head.weight": tensor_checksum(table[64:])}
+
+
+def test_ranks_with_the_same_content_share_one_hash():
+    rules, places = SGLangTensors(9, 2, 4), [Place(rank, 4, 2, attention_copies=4) for rank in range(4)]
+    prefix, tensor = "model.layers.0.", torch.randn(64, 64)
+
+    def groups(name: str) -> list[list[int]]:
+        return [[place.rank for place in piece.places] for piece in rules.pieces(prefix + name, tensor, places)]
+
+    assert groups("input_layernorm.weight") == groups("self_attn.o_proj.weight") == [[0, 1, 2, 3]]
+    assert groups("mlp.down_proj.weight") == [[0], [1], [2], [3]]
+    assert groups("mlp.experts.2.down_proj.weight") == [[2], [3]]
+
+
+def test_ranks_that_every_scheduler_reports_are_read_once():
+    rank = {"parallelism_info": [{"tp_rank": 1}], "checksums": {"a.base_layer.weight": "x"}}
+    first = {"parallelism_info": [{"tp_rank": 0}], "checksums": {"a.weight": "y"}}
+    assert read_checksums([rank, first, rank, first]) == [(0, {"a.weight": "y"}), (1, {"a.weight": "x"})]
+
+
 def test_the_checksum_of_a_gpu_is_that_of_sglangs_kernel_in_any_parts():
     """Both kernels in triton's interpreter, which must be chosen before triton is imported."""
     program = Path(__file__).with_name("gpu_checksum_cases.py")
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, str(program)], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split() == ["equal"] * 4
+    assert done.stdout.split() == ["equal"] * 6

@@ -30,6 +30,8 @@ def register() -> None:
         HookType.AROUND,
     )
     HookRegistry.register("sglang.srt.lora.lora_manager.LoRAManager.__init__", _prepare_lora, HookType.BEFORE)
+    # SHA-256 of all weights would take most of the time of a sync
+    HookRegistry.register("sglang.srt.utils.weight_checker._hash_tensor", _checksum, HookType.REPLACE)
 
 
 def _create_memory_saver(original: Callable[..., Any], enable: bool) -> Any:
@@ -42,6 +44,14 @@ def _prepare_lora(*args: Any, **kwargs: Any) -> None:
     from slime.backends.sglang_utils.cpu_platform.hooks import use_ordinary_memory  # SGLang is imported by now
 
     use_ordinary_memory()
+
+
+def _checksum(tensor: torch.Tensor) -> str:
+    from slime.backends.sglang_utils.checksum import HostHash
+
+    hasher = HostHash()
+    hasher.add(tensor)
+    return hasher.digest()
 
 
 def _nap(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
