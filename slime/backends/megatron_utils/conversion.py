@@ -49,7 +49,7 @@ _PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
 def init(args: Namespace) -> None:
     """Initialize process groups and seeds from the environment variables of torchrun."""
     install()  # before any import of megatron, which is why such imports are inside functions
-    from slime.backends.megatron_utils.setup import init_distributed
+    from slime.backends.megatron_utils.process_groups import init_distributed
 
     init_distributed(from_args(ParallelArgs, args), from_args(TrainerArgs, args))
 

@@ -31,7 +31,7 @@ from slime.utils.errors import ConfigError, SlimeError
 from slime.utils.net import single_rank_environment
 
 if TYPE_CHECKING:
-    from slime.backends.megatron_utils.step import TrainState
+    from slime.backends.megatron_utils.checkpoint.state import TrainState
     from slime.backends.protocols import NamedTensor
 
 _SLURM_PORT = "23456"
@@ -172,7 +172,8 @@ class OfflineModel:
         if "WORLD_SIZE" not in os.environ:  # not started by torchrun: alone
             os.environ.update(single_rank_environment())
         install()
-        from slime.backends.megatron_utils.setup import build_model_state, init_distributed
+        from slime.backends.megatron_utils.process_groups import init_distributed
+        from slime.backends.megatron_utils.setup import build_model_state
 
         args = self._args
         init_distributed(from_args(ParallelArgs, args), from_args(TrainerArgs, args))
@@ -186,7 +187,7 @@ class OfflineModel:
 
         self._state = None
         if kind is None and dist.is_initialized():  # after an error the other ranks may not come to this point
-            from slime.backends.megatron_utils.setup import destroy_distributed
+            from slime.backends.megatron_utils.process_groups import destroy_distributed
 
             destroy_distributed()
 

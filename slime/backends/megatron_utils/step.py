@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 import math
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,41 +21,18 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 
+from slime.backends.megatron_utils.checkpoint.state import TrainState
 from slime.backends.megatron_utils.model.attention import PackedSegments, segments_of
 from slime.backends.megatron_utils.model.gpt import unwrap
-from slime.backends.training.context_parallel import Sharding
+from slime.backends.training.arguments import PluginArgs
 from slime.backends.training.data import MicroBatch, RankPlace, TrainBatch
 from slime.backends.training.loss import LossContext, micro_batch_loss
 from slime.backends.training.steps import ReadOutput, StepRecord, StepResult, finish_step, split_by_sample
+from slime.config.groups import from_args
+from slime.hooks.load import load_function
 from slime.utils import accelerator
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class TrainState:
-    """The live model, its Megatron config, optimizer and schedule.
-
-    Attributes:
-        chunks: this rank's part of the model, data-parallel wrapped: one, or one per virtual pipeline stage.
-        sharding: how the samples of a data-parallel rank are divided among the ranks that share them.
-        trains_prediction: multi-token-prediction layers learn as well.
-        adapter: description of the adapters (``describe_adapter``) if only they are trained. Checkpoints then have no
-            other weights.
-    """
-
-    chunks: list[Any]
-    config: Any
-    optimizer: Any
-    scheduler: Any
-    sharding: Sharding = field(default_factory=Sharding)
-    trains_prediction: bool = False
-    adapter: dict[str, Any] | None = None
-
-    @property
-    def model(self) -> Any:
-        """The only chunk, or the list of them: what checkpoints and conversion take."""
-        return self.chunks[0] if len(self.chunks) == 1 else self.chunks
 
 
 def train_step(
@@ -245,11 +223,6 @@ def run_model(model: Any, micro_batch: MicroBatch, segments: PackedSegments) -> 
     return output.squeeze(0) if unwrap(model).post_process and segments.head_rows is not None else output
 
 
-def tensor_group() -> dist.ProcessGroup | None:
-    """The ranks that share the vocabulary. None for one rank, which needs no collectives."""
-    return mpu.get_tensor_model_parallel_group() if mpu.get_tensor_model_parallel_world_size() > 1 else None
-
-
 def from_last_stage(
     results: dict[int, torch.Tensor], lengths: Sequence[int], shape: tuple[int, ...] = ()
 ) -> list[torch.Tensor]:
@@ -263,3 +236,48 @@ def from_last_stage(
         flat = torch.empty((sum(lengths), *shape), dtype=torch.float32, device=device)
     dist.broadcast(flat, mpu.get_pipeline_model_parallel_last_rank(), group=mpu.get_pipeline_model_parallel_group())
     return list(flat.cpu().split(list(lengths)))
+
+
+@dataclass(frozen=True)
+class TrainerHooks:
+    """The user's functions. None if the flag is not given."""
+
+    args: Namespace
+    init: Callable[..., Any] | None = None
+    log_prob: Callable[..., Any] | None = None
+    train_step: Callable[..., Any] | None = None
+
+    @classmethod
+    def load(cls, args: Namespace) -> TrainerHooks:
+        """Load the functions that ``args`` names.
+
+        Raises:
+            ConfigError: a path that cannot be loaded.
+        """
+        paths = from_args(PluginArgs, args)
+
+        def function(path: str | None) -> Callable[..., Any] | None:
+            return None if path is None else load_function(path)
+
+        return cls(
+            args,
+            init=function(paths.custom_megatron_init_path),
+            log_prob=function(paths.custom_megatron_before_log_prob_hook_path),
+            train_step=function(paths.custom_megatron_before_train_step_hook_path),
+        )
+
+    def after_init(self) -> None:
+        """Call the first hook. The process groups exist, the model does not."""
+        if self.init is not None:
+            self.init(self.args)
+
+    def before_log_probs(self, state: TrainState, store_prefix: str) -> None:
+        """Call the second hook. The model holds the weights whose log-probs (columns ``<store_prefix>log_probs``) or
+        values are computed next."""
+        if self.log_prob is not None:
+            self.log_prob(self.args, state.chunks, store_prefix)
+
+    def before_step(self, state: TrainState, rollout_id: int, step: int) -> None:
+        """Call the third hook. Gradients are zero, the step's first forward pass is next."""
+        if self.train_step is not None:
+            self.train_step(self.args, rollout_id, step, state.chunks, state.optimizer, state.scheduler)

@@ -16,7 +16,7 @@ from slime.backends.megatron_utils.megatron_to_hf import convert_to_hf, remove_p
 from slime.backends.megatron_utils.megatron_to_hf.qwen2 import convert_qwen2_to_hf
 from slime.backends.megatron_utils.misc_utils import strip_param_name_prefix
 from slime.backends.megatron_utils.model_provider import get_model_provider_func
-from slime.backends.megatron_utils.setup import destroy_distributed
+from slime.backends.megatron_utils.process_groups import destroy_distributed
 from slime.utils.errors import ConfigError
 from tests.unit.megatron_utils.tiny_families import is_left_out, make_family_checkpoint, saved_tensors
 from tests.unit.megatron_utils.tiny_trainer import VOCAB, make_args, use_single_rank_env

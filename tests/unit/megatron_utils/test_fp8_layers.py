@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from slime.backends.megatron_utils.setup import init_distributed
+from slime.backends.megatron_utils.process_groups import init_distributed
 from slime.backends.training import pieces
 from slime.backends.training.arguments import ParallelArgs, TrainerArgs
 from slime.config.groups import from_args

@@ -230,6 +230,6 @@ def single_rank() -> Iterator[None]:
     use_single_rank_env()
     yield
     if dist.is_initialized():
-        from slime.backends.megatron_utils.setup import destroy_distributed
+        from slime.backends.megatron_utils.process_groups import destroy_distributed
 
         destroy_distributed()

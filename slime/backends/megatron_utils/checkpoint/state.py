@@ -1,4 +1,4 @@
-"""A training state as Megatron's distributed checkpoint: its content, and how it is read on any parallel layout.
+"""The training state, and its form as Megatron's distributed checkpoint: content, and reading on any parallel layout.
 
 ``writer`` saves the content of :func:`sharded_state`. ``checkpoint_files`` handles the files around it. The iteration
 is the rollout id. ``actor`` calls every function on all ranks at once.
@@ -26,8 +26,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from slime.backends.megatron_utils.checkpoint.adapters import sharded_adapters
 from slime.backends.megatron_utils.checkpoint.shard_files import LocalReader
 from slime.backends.megatron_utils.checkpoint.tensors import chunks_of
-from slime.backends.megatron_utils.step import TrainState
 from slime.backends.training.checkpoint_source import Source
+from slime.backends.training.context_parallel import Sharding
 from slime.backends.training.damage import DAMAGE, unfit, unreadable
 from slime.backends.training.hf_files import raise_everywhere
 from slime.models.shape import ModelShape
@@ -50,6 +50,32 @@ _EXTRA_STATE = re.compile(r"\._extra_state\d*$")
 """Names of FP8 scales. Only Transformer Engine's modules have them."""
 
 _DAMAGED = (*DAMAGE, dist_checkpointing.core.CheckpointingException)
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """The live model, its Megatron config, optimizer and schedule.
+
+    Attributes:
+        chunks: this rank's part of the model, data-parallel wrapped: one, or one per virtual pipeline stage.
+        sharding: how the samples of a data-parallel rank are divided among the ranks that share them.
+        trains_prediction: multi-token-prediction layers learn as well.
+        adapter: description of the adapters (``describe_adapter``) if only they are trained. Checkpoints then have no
+            other weights.
+    """
+
+    chunks: list[Any]
+    config: Any
+    optimizer: Any
+    scheduler: Any
+    sharding: Sharding = dataclasses.field(default_factory=Sharding)
+    trains_prediction: bool = False
+    adapter: dict[str, Any] | None = None
+
+    @property
+    def model(self) -> Any:
+        """The only chunk, or the list of them: what checkpoints and conversion take."""
+        return self.chunks[0] if len(self.chunks) == 1 else self.chunks
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,8 +27,13 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 
 from slime.backends.megatron_utils.checkpoint import shard_files
-from slime.backends.megatron_utils.checkpoint.state import SHARDING, CheckpointContent, describe_shape, sharded_state
-from slime.backends.megatron_utils.step import TrainState
+from slime.backends.megatron_utils.checkpoint.state import (
+    SHARDING,
+    CheckpointContent,
+    TrainState,
+    describe_shape,
+    sharded_state,
+)
 from slime.backends.training import checkpoint_files as files
 from slime.backends.training import pieces
 from slime.backends.training.adapter_files import ADAPTER

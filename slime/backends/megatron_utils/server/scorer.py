@@ -21,9 +21,10 @@ import torch
 import torch.distributed as dist
 
 from slime.backends.megatron_utils.actor import MegatronTrainer
+from slime.backends.megatron_utils.process_groups import init_distributed, tensor_group
 from slime.backends.megatron_utils.server.queue import Score, ScoreRequest
-from slime.backends.megatron_utils.setup import build_model_state, init_distributed
-from slime.backends.megatron_utils.step import outputs_of_last_stage, tensor_group
+from slime.backends.megatron_utils.setup import build_model_state
+from slime.backends.megatron_utils.step import outputs_of_last_stage
 from slime.backends.training.arguments import ParallelArgs, TrainerArgs
 from slime.backends.training.checkpoint_source import find_start, inspect_checkpoint
 from slime.backends.training.data import MicroBatch, TrainBatch

@@ -1,0 +1,116 @@
+"""The weights of a Megatron trainer: filled from checkpoints, written to them, copied and exported to engines.
+
+The part of ``actor.MegatronTrainer`` that knows the formats. Must not be imported before ``patches.install.install``
+ran.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+from slime.backends.megatron_utils.checkpoint.adapters import fill_adapters
+from slime.backends.megatron_utils.checkpoint.hf_weights import Content, export_weights, load_weights, save_adapters
+from slime.backends.megatron_utils.checkpoint.state import (
+    CheckpointContent,
+    TrainState,
+    load_model_weights,
+    load_training_state,
+)
+from slime.backends.megatron_utils.checkpoint.writer import CheckpointWriter
+from slime.backends.megatron_utils.offload import adapters_off, copied_weights
+from slime.backends.protocols import EVERY_RANK, NamedTensor, Recipients
+from slime.backends.training.checkpoint_source import Source
+from slime.backends.training.hf_files import save_hf_directory
+from slime.backends.training.offload import WeightBackup
+from slime.backends.training.trainer import TrainerBase
+from slime.models.shape import ModelShape
+from slime.utils.errors import ConfigError
+
+
+class MegatronWeights(TrainerBase):
+    """A trainer without passes and steps."""
+
+    _shape: ModelShape
+    _state: TrainState | None = None
+    _writer: CheckpointWriter | None = None
+
+    def _fill(self, source: Source) -> None:
+        if source.format == "hf":
+            load_weights(self._ready.model, self._shape, source.directory, source.flag)
+        else:
+            load_model_weights(self._ready.model, self._shape, source)
+
+    def _fill_adapters(self) -> None:
+        assert self._lora is not None, "the caller has asked"
+        fill_adapters(self._ready.model, self._shape, self._lora, self._args.seed)
+
+    def _adapters_off(self) -> AbstractContextManager[None]:
+        return adapters_off(self._ready.model)
+
+    @property
+    def _adapter(self) -> Mapping[str, Any] | None:
+        return self._ready.adapter
+
+    def _begin_with_filled(self) -> None:
+        self._ready.optimizer.reload_model_params()  # else its old main weights would overwrite the loaded weights
+
+    def _resume(self, source: Source, *, has_optimizer: bool, has_rng: bool) -> None:
+        load_training_state(self._ready, self._shape, source, CheckpointContent(has_optimizer, has_rng))
+
+    @property
+    def _ready(self) -> TrainState:
+        assert self._state is not None, "setup() comes first"
+        return self._state
+
+    def _copied_weights(self) -> WeightBackup:
+        return copied_weights(self._ready.chunks, adapters_only=self._lora is not None)
+
+    def save(self, rollout_id: int) -> None:
+        """Write ``<save>/iter_<rollout_id>``. Without --async-save it is complete when all ranks have returned."""
+        self._device.require(["weights", "optimizer"], "a checkpoint")
+        checkpoint = self._checkpoint
+        if checkpoint.save is None:
+            raise ConfigError("--save is required to write a checkpoint.")
+        if self._writer is None:
+            self._writer = CheckpointWriter(checkpoint.save, keep=checkpoint.keep_last_checkpoints)
+        content = CheckpointContent(not checkpoint.no_save_optim, not checkpoint.no_save_rng)
+        is_last = rollout_id + 1 == self._args.num_rollout
+        # A resume takes the actor's latest iteration for both models, so the critic's must be complete before it.
+        in_background = checkpoint.async_save and not is_last and not self.is_critic
+        self._writer.save(self._ready, self._shape, self._args, rollout_id, content, in_background=in_background)
+
+    def finish_saves(self) -> None:
+        """Complete the checkpoint that ``--async-save`` is writing, if any."""
+        if self._writer is not None:
+            self._writer.finish()
+
+    def save_hf(self, path: str) -> None:
+        """Write a Hugging Face checkpoint at ``path``. An error of a writing rank is raised on all ranks."""
+        self._device.require(["weights"], "a Hugging Face checkpoint")
+        source = self._args.hf_checkpoint
+        if self._lora is not None and not self._lora.merge:
+            save_adapters(self._ready.model, self._shape, self._lora, source, path)
+            return
+        weights = export_weights(self._ready.model, self._shape, layout_of=source, content=self._content)
+        save_hf_directory(weights, source, path)
+
+    def export_weights(
+        self, bucket_bytes: int = 512 * 1024**2, recipients: Recipients = EVERY_RANK
+    ) -> Iterator[NamedTensor]:
+        """All weights under their Hugging Face names, full and unpadded. Gathers ``bucket_bytes`` at a time."""
+        self._device.require(["weights"], "the export of weights")
+        return export_weights(self._ready.model, self._shape, bucket_bytes, recipients, content=self._content)
+
+    def export_adapter(
+        self, bucket_bytes: int = 512 * 1024**2, recipients: Recipients = EVERY_RANK
+    ) -> Iterator[NamedTensor]:
+        """The adapters alone under peft's names, whole. Gathers ``bucket_bytes`` at a time."""
+        self._device.require(["weights"], "the export of adapters")
+        return export_weights(self._ready.model, self._shape, bucket_bytes, recipients, content="adapters")
+
+    @property
+    def _content(self) -> Content:
+        # engines get the base once, and then adapters
+        return "merged" if self._lora is not None and self._lora.merge else "weights"
