@@ -11,74 +11,36 @@ import sys
 from argparse import Namespace
 from collections.abc import Sequence
 
-from slime.algorithms import arguments as algorithms
 from slime.algorithms.estimators import find_estimator
-from slime.backends.fsdp_utils import arguments as fsdp
-from slime.backends.megatron_utils import argument_rules as megatron_rules
-from slime.backends.megatron_utils import arguments as megatron
-from slime.backends.megatron_utils import precision_rules
 from slime.backends.megatron_utils.server import arguments as server
 from slime.backends.sglang_utils import rules as sglang_rules
-from slime.backends.sglang_utils.namespace import EngineArgs, read_engine
-from slime.backends.training import checkpoint_source, export_files
-from slime.batch import arguments as batch
+from slime.backends.sglang_utils.namespace import read_engine
+from slime.backends.training.checkpoint_source import check_checkpoints
 from slime.config import check as config_check
 from slime.config import parse as config_parse
 from slime.config import resolve as config_resolve
-from slime.config.arguments import (
-    AsyncArgs,
-    CiArgs,
-    ClusterArgs,
-    CommandArgs,
-    ConvenienceArgs,
-    FaultToleranceArgs,
-    NetworkArgs,
-    SyncArgs,
-)
-from slime.config.groups import defaults_of, groups_in, unsupported_flags
+from slime.config.groups import defaults_of, unsupported_flags, with_values
 from slime.config.help_text import HINT
 from slime.config.parse import AddArguments
 from slime.config.run_config import RunConfig
-from slime.data import arguments as data
-from slime.hooks.load import check_hooks
-from slime.observability import arguments as observability
-from slime.ray import rules as wiring_rules
-from slime.rollout import arguments as rollout
-from slime.rollout import rules as rollout_rules
+from slime.ray.rooms import GROUPS, HOOK_RULES, LIVE_STEPS, MACHINE_RULES, RULES, STEPS
+from slime.ray.rules import TRAINER_RULES
 from slime.rollout.eval_config import build_eval_datasets
 from slime.utils.errors import ConfigError, SlimeError
-from slime.weight_sync import rules as sync_rules
 
 __all__ = [
     "GROUPS",
-    "ClusterArgs",
-    "SyncArgs",
     "machine_problems",
     "parse_args",
     "parse_only",
+    "parse_server_args",
     "run_config",
     "validate_sglang_args",
 ]
 
 logger = logging.getLogger(__name__)
 
-
-GROUPS: list[type] = [
-    CommandArgs,
-    ClusterArgs,
-    SyncArgs,
-    AsyncArgs,
-    *groups_in(data, rollout, batch, algorithms),
-    ConvenienceArgs,
-    *groups_in(megatron, fsdp),
-    EngineArgs,
-    *groups_in(observability),
-    FaultToleranceArgs,
-    NetworkArgs,
-    CiArgs,
-    server.TeacherServerArgs,
-]
-GROUPS.append(megatron.other_flags(GROUPS))  # last: it leaves out the flags that rooms declare
+_SERVER_USAGE = "%(prog)s --hf-checkpoint DIR [--load DIR] [flag ...]"
 
 
 def parse_args(
@@ -162,6 +124,33 @@ def parse_only(
     return args, problems + (hints if problems else [])
 
 
+def parse_server_args(argv: Sequence[str]) -> Namespace:
+    """The resolved arguments of the log-prob server.
+
+    Raises:
+        ConfigError: every problem with them.
+    """
+    args = config_parse.parse(
+        argv, GROUPS, read_engine=read_engine, program=f"python -m {server.ENTRY}", usage=_SERVER_USAGE
+    )
+    problems = list(unsupported_flags(args, GROUPS))
+    server.configure_megatron_server_args(args)
+    # No weights are sent, and this transport needs no directory.
+    args = with_values(args, is_async=False, debug_rollout_only=False, update_weight_transport="nccl")
+    config_resolve.resolve(args, STEPS)
+    server.configure_megatron_server_args(args)  # overrides values derived from flags of a training run
+    args = with_values(args, eval_datasets=[])
+    for rule in (server.server_problems, *TRAINER_RULES, check_checkpoints):
+        problems += rule(args)
+    if args.hf_checkpoint is None:
+        problems.append("--hf-checkpoint is required: the directory with config.json and the tokenizer of the model.")
+    if args.train_backend != "megatron":
+        problems.append(f"--train-backend {args.train_backend}: the log-prob server runs on megatron only.")
+    if problems:
+        raise ConfigError(problems)
+    return args
+
+
 def validate_sglang_args(args: Namespace) -> None:
     """Derive and check the arguments of engines, for parsers of other programs. ``parse_args`` includes it.
 
@@ -196,43 +185,3 @@ def machine_problems(args: Namespace) -> list[str]:
 
 def _sentences(error: SlimeError) -> list[str]:
     return list(getattr(error, "problems", [str(error)]))
-
-
-# Derivations of other rooms, in order, after those of slime.config.resolve.
-STEPS: tuple[config_resolve.Step, ...] = (
-    *megatron_rules.STEPS,
-    wiring_rules.other_model_flags,
-    *sglang_rules.STEPS,
-    *rollout_rules.STEPS,
-    wiring_rules.replaceable_processes,
-)
-
-# Derivations that ask external engines over the network.
-LIVE_STEPS: tuple[config_resolve.Step, ...] = sglang_rules.LIVE_STEPS
-
-RULES: tuple[config_check.Rule, ...] = (
-    *wiring_rules.TRAINER_RULES,
-    checkpoint_source.check_checkpoints,
-    export_files.check_export,
-    *sglang_rules.RULES,
-    *wiring_rules.RULES,
-    *rollout_rules.RULES,
-    *wiring_rules.ROLE_RULES,
-    *sync_rules.RULES,
-    *wiring_rules.CI_RULES,
-    server.unused,
-)
-
-# Requirements on the machine that starts the run. A plan works on any machine and lists them separately.
-MACHINE_RULES: tuple[config_check.Rule, ...] = (
-    precision_rules.low_precision_here,
-    *sglang_rules.MACHINE_RULES,
-    *wiring_rules.MACHINE_RULES,
-)
-
-# Rules that load functions of the user.
-HOOK_RULES: tuple[config_check.Rule, ...] = (
-    check_hooks,
-    *rollout_rules.HOOK_RULES,
-    *wiring_rules.ROLE_HOOK_RULES,
-)

@@ -17,31 +17,24 @@ import logging
 import signal
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
 from typing import Any
 
 from slime.backends.megatron_utils.server.app import ServedModel, make_app, serving, warm_up
 from slime.backends.megatron_utils.server.arguments import (
     TeacherServerArgs,
-    configure_megatron_server_args,
-    server_problems,
     validate_megatron_server_args,
 )
 from slime.backends.megatron_utils.server.queue import RoundSettings, Score, ScoreQueue, ScoreRequest
-from slime.backends.sglang_utils.namespace import read_engine
 from slime.backends.training.arguments import CheckpointArgs
-from slime.backends.training.checkpoint_source import check_checkpoints, find_start
+from slime.backends.training.checkpoint_source import find_start
 from slime.batch.schedule import ParallelLayout
-from slime.config import parse as config_parse
-from slime.config import resolve as config_resolve
-from slime.config.groups import from_args, unsupported_flags, with_values
+from slime.config.groups import from_args
 from slime.models.hf_shape import read_shape
 from slime.observability.logging_utils import configure_logger
 from slime.observability.run_info import hide_secrets
 from slime.ray.actor_group import RayTrainGroup
-from slime.ray.arguments import GROUPS, STEPS
+from slime.ray.arguments import parse_server_args
 from slime.ray.placement_group import GpuSlots, create_placement_groups, release_placement_groups
-from slime.ray.rules import TRAINER_RULES
 from slime.ray.run.cluster import running_cluster
 from slime.ray.run.restart import exit_status
 from slime.ray.train_actor import TrainActor
@@ -49,34 +42,6 @@ from slime.ray.watch.waiting import get
 from slime.utils.errors import ConfigError, SlimeError
 
 logger = logging.getLogger(__name__)
-
-_PROGRAM = "python -m slime.backends.megatron_utils.server.megatron_server"
-_USAGE = "%(prog)s --hf-checkpoint DIR [--load DIR] [flag ...]"
-
-
-def parse_server_args(argv: Sequence[str]) -> Namespace:
-    """The resolved arguments of a server.
-
-    Raises:
-        ConfigError: every problem with them.
-    """
-    args = config_parse.parse(argv, GROUPS, read_engine=read_engine, program=_PROGRAM, usage=_USAGE)
-    problems = list(unsupported_flags(args, GROUPS))
-    configure_megatron_server_args(args)
-    # No weights are sent, and this transport needs no directory.
-    args = with_values(args, is_async=False, debug_rollout_only=False, update_weight_transport="nccl")
-    config_resolve.resolve(args, STEPS)
-    configure_megatron_server_args(args)  # overrides values derived from flags of a training run
-    args = with_values(args, eval_datasets=[])
-    for rule in (server_problems, *TRAINER_RULES, check_checkpoints):
-        problems += rule(args)
-    if args.hf_checkpoint is None:
-        problems.append("--hf-checkpoint is required: the directory with config.json and the tokenizer of the model.")
-    if args.train_backend != "megatron":
-        problems.append(f"--train-backend {args.train_backend}: the log-prob server runs on megatron only.")
-    if problems:
-        raise ConfigError(problems)
-    return args
 
 
 class ScoringActor(TrainActor):

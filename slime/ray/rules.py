@@ -163,11 +163,12 @@ def _fake_quantization(args: Namespace) -> Iterator[str]:
 
 
 TRAINER_RULES = (_backend, _balance, _shared_prefixes, _converter, _fake_quantization)
+MODEL_RULES = (*TRAINER_RULES, check_checkpoints, check_export)
 
 
 # ---- roles: the trainer's rules once more, for the arguments that --megatron-config-path gives each role
 
-_RULES_PER_ROLE = (*numbers.RULES, *paths.OVERLAP_RULES, *TRAINER_RULES, check_checkpoints, check_export)
+_RULES_PER_ROLE = (*numbers.RULES, *paths.OVERLAP_RULES, *MODEL_RULES)
 
 
 def _roles(args: Namespace) -> Iterator[str]:
