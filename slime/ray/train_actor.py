@@ -10,40 +10,31 @@ import logging
 import os
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import ray
 
 from slime.backends.protocols import (
-    EVERY_RANK,
     SOURCE,
     TRAINER_PARTS,
     AdapterProof,
     Canary,
-    EngineFleet,
-    NamedTensor,
-    Recipients,
     Trainer,
     TrainerPart,
     TrainReport,
-    WeightExporter,
-    weights_dtype,
 )
-from slime.backends.sglang_utils.checksum import SGLangTensors
-from slime.backends.training.hf_files import save_hf_directory
 from slime.config.arguments import SyncArgs
 from slime.config.groups import from_args
 from slime.data.served_adapter import adapter_fields
-from slime.hooks.load import load_function
-from slime.models.config_json import read_model_config
 from slime.models.hf_shape import read_shape
 from slime.observability.logging_utils import configure_logger
 from slime.ray.engines.fleet import RayEngineFleet
 from slime.ray.run.cluster import engines_share_devices, node_address
 from slime.ray.shards import Box, process_rollout_data
 from slime.ray.watch.heartbeat import register_process
+from slime.ray.weight_updater import canary_tolerance, root_proof, weight_updater
 from slime.rollout.arguments import DEFAULT_ROLLOUT_FUNCTION
 from slime.utils import accelerator
 from slime.utils.async_utils import exits_are_errors
@@ -51,12 +42,8 @@ from slime.utils.errors import DataError
 from slime.utils.memory_utils import bytes_of
 from slime.utils.net import PortClaim, claim_ports
 from slime.weight_sync.probe import probe_ids
-from slime.weight_sync.quantize import Quantizer, find_quantizer
-from slime.weight_sync.root_hash import RootProof
-from slime.weight_sync.session import TrainerRanks, WeightUpdate
+from slime.weight_sync.session import WeightUpdate
 from slime.weight_sync.tensor_files import checksum_function
-from slime.weight_sync.transports import TRANSPORTS, TrainerSide, with_adapter
-from slime.weight_sync.updater import Updater
 
 __all__ = ["SyncReport", "TrainActor", "check_provenance", "trainer_class"]
 
@@ -286,108 +273,3 @@ def check_provenance(
                 f"sample {index} of rollout {rollout_id} was generated with weight versions {versions}, but the "
                 f"engines held version {version}: a weight sync did not reach the engine that made it."
             )
-
-
-# ---- the transport of weights to the engines. If ``--hf-checkpoint`` is quantized, the exported weights are quantized
-# on the way, so that engines get the format that they were started with.
-
-
-# Median difference of log-probs, in nats, that rounding may cause: in fp32, 16 bits, and with quantized weights.
-_TOLERANCES = (0.01, 0.25, 0.75)
-
-
-def canary_tolerance(args: Namespace) -> float:
-    """The largest median difference of an engine's log-probs of the canary."""
-    if read_model_config(args.hf_checkpoint).get("quantization_config") is not None:
-        return _TOLERANCES[2]
-    return _TOLERANCES[weights_dtype(fp16=args.fp16, fp32=args.fp32) != "float32"]
-
-
-def root_proof(args: Namespace) -> RootProof | None:
-    """The comparison of every sync with the engines' tensors, or None with ``--weight-sync-proof canary``."""
-    sync, is_cpu = from_args(SyncArgs, args), accelerator.current().is_cpu
-    is_strict = sync.check_weight_update_equal and is_cpu
-    # the older flag asks for the comparison by itself
-    if args.debug_train_only or (sync.weight_sync_proof != "full" and not is_strict):
-        return None
-    tensors = SGLangTensors.of(read_shape(args.hf_checkpoint), on_cpu=is_cpu)
-    # the rules of the layout are tested on engines on a CPU only
-    return RootProof(tensors, excuses="none" if is_strict else "layers" if is_cpu else "any")
-
-
-_RANKS_GRACE_S = 60.0  # the source must fail before the other ranks: only its error names the engine
-
-
-def weight_updater(args: Namespace, rank: int, world_size: int) -> Updater:
-    """The updater of one trainer rank, of the same kind on all ranks."""
-    sync = from_args(SyncArgs, args)
-    ranks = TrainerRanks(rank, world_size, timeout_s=sync.weight_sync_timeout + _RANKS_GRACE_S)
-    transport = TRANSPORTS[sync.update_weight_transport]
-    post_write = _post_write(args) if "custom_update_weight_post_write_path" in transport.reads else None
-    side = TrainerSide(ranks, node_address, args.colocate, post_write)
-
-    def write_base(trainer: WeightExporter, path: str) -> None:
-        save_hf_directory(trainer.export_weights(), args.hf_checkpoint, path)
-
-    updater = with_adapter(transport.make(sync, side), args, sync, side, write_base)
-    quantizer = None if args.debug_train_only else find_quantizer(args.hf_checkpoint)
-    return updater if quantizer is None else _QuantizedUpdater(updater, quantizer, args.hf_checkpoint)
-
-
-def _post_write(args: Namespace) -> Callable[[str, Any], None] | None:
-    """The user's function, which gets the engines' Ray actors."""
-    path = args.custom_update_weight_post_write_path
-    if path is None:
-        return None
-    hook = load_function(path)
-    return lambda version_dir, fleet: hook(args, version_dir, list(fleet.handles))
-
-
-@dataclass(frozen=True)
-class _QuantizedUpdater:
-    """Any updater, for engines with a quantized checkpoint."""
-
-    updater: Updater
-    quantizer: Quantizer
-    hf_checkpoint: str
-
-    @property
-    def changed_share(self) -> float | None:
-        return self.updater.changed_share
-
-    def update(self, fleet: EngineFleet, trainer: WeightExporter, update: WeightUpdate) -> int:
-        return self.updater.update(fleet, _QuantizedWeights(trainer, self.quantizer, self.hf_checkpoint), update)
-
-    def disconnect(self) -> None:
-        self.updater.disconnect()
-
-
-@dataclass(frozen=True)
-class _QuantizedWeights:
-    """The trainer's weights in the format of ``hf_checkpoint``."""
-
-    trainer: WeightExporter
-    quantizer: Quantizer
-    hf_checkpoint: str
-
-    @property
-    def is_weight_source(self) -> bool:
-        return self.trainer.is_weight_source
-
-    def export_weights(
-        self, bucket_bytes: int = 512 * 1024**2, recipients: Recipients = EVERY_RANK
-    ) -> Iterator[NamedTensor]:
-        return self.quantizer(self.trainer.export_weights(bucket_bytes, recipients))
-
-    def export_adapter(
-        self, bucket_bytes: int = 512 * 1024**2, recipients: Recipients = EVERY_RANK
-    ) -> Iterator[NamedTensor]:
-        return self.trainer.export_adapter(bucket_bytes, recipients)
-
-    def save_hf(self, path: str) -> None:
-        save_hf_directory(
-            self.export_weights(),
-            self.hf_checkpoint,
-            path,
-            quantization=self.quantizer.config,
-        )

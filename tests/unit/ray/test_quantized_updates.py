@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from slime.backends.protocols import EngineInfo
 from slime.backends.training.hf_files import TensorReader, write_hf_directory
-from slime.ray import train_actor
-from slime.ray.train_actor import weight_updater
+from slime.ray import weight_updater as wiring
+from slime.ray.weight_updater import weight_updater
 from slime.weight_sync import send_distributed
 from slime.weight_sync.quantize import quantize_fp8
 from slime.weight_sync.session import WeightUpdate
@@ -78,7 +78,7 @@ def _args(checkpoint: str, tmp_path: Path, **more: Any) -> Namespace:
 
 @pytest.fixture(autouse=True)
 def one_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train_actor, "node_address", lambda: "127.0.0.1")
+    monkeypatch.setattr(wiring, "node_address", lambda: "127.0.0.1")
 
 
 def _expected(trainer: Trainer) -> dict[str, torch.Tensor]:
@@ -112,7 +112,7 @@ def test_through_files(checkpoint: str, tmp_path: Path, monkeypatch: pytest.Monk
     def write(weights: Any, source: str, path: str, *, quantization: Any) -> None:
         write_hf_directory(weights, source, path, quantization=quantization)
 
-    monkeypatch.setattr(train_actor, "save_hf_directory", write)  # its collectives need a process group
+    monkeypatch.setattr(wiring, "save_hf_directory", write)  # its collectives need a process group
     local = tmp_path / "local" if mode == "delta" else None
     files = {"update_weight_transport": "disk", "update_weight_local_checkpoint_dir": local}
     args = _args(checkpoint, tmp_path, update_weight_mode=mode, **files)

@@ -22,7 +22,8 @@ from slime.ray.engines.fleet import WaitingEngines
 from slime.ray.rollout import RolloutManager
 from slime.ray.run import loop, start
 from slime.ray.shards import Box, RolloutResult
-from slime.ray.train_actor import SyncReport, TrainActor, root_proof, weight_updater
+from slime.ray.train_actor import SyncReport, TrainActor
+from slime.ray.weight_updater import root_proof, weight_updater
 from slime.rollout.rules import FULLY_ASYNC
 from slime.utils.errors import ConfigError, EngineError
 from tests.unit.config.tiny_command import make_command
@@ -62,8 +63,12 @@ def test_a_rollout_counts_as_trained_when_the_journal_has_it(monkeypatch: pytest
     manager = SimpleNamespace(await_journal=SimpleNamespace(remote=lambda number: order.append(f"journal {number}")))
     buffer = SimpleNamespace(trained=lambda number: order.append(f"counted {number}"))
     trainer = SimpleNamespace(train=lambda number, *arguments: order.append(f"trained {number}"))
-    make_run(trainer=trainer, manager=manager, data_buffer=buffer).train(3, RolloutResult([], {}))
+    handles = {"trainer": trainer, "manager": manager, "data_buffer": buffer}
+    make_run(**handles, has_journal=True).train(3, RolloutResult([], {}))
     assert order == ["trained 3", "journal 3", "counted 3"]
+    order.clear()
+    make_run(**handles).train(3, RolloutResult([], {}))  # without a journal the manager is not asked
+    assert order == ["trained 3", "counted 3"]
 
 
 def test_an_engine_that_waits_gets_weights_only_while_the_trainer_has_those_that_serve() -> None:

@@ -15,7 +15,7 @@ from slime.config.parse import build_parser
 from slime.config.plan.build import build
 from slime.config.plan.render import render
 from slime.ray.arguments import GROUPS
-from slime.ray.train_actor import weight_updater
+from slime.ray.weight_updater import weight_updater
 from slime.weight_sync import rules
 from slime.weight_sync.session import WeightUpdate
 from slime.weight_sync.transports import TRANSPORTS, TrainerSide, Transport

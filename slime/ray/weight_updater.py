@@ -1,0 +1,128 @@
+"""The parts of a weight sync that the flags choose: transport, quantization, proof. Built by ``train_actor``.
+
+If ``--hf-checkpoint`` is quantized, the exported weights are quantized on the way, so that engines get the format that
+they were started with.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from slime.backends.protocols import EVERY_RANK, EngineFleet, NamedTensor, Recipients, WeightExporter, weights_dtype
+from slime.backends.sglang_utils.checksum import SGLangTensors
+from slime.backends.training.hf_files import save_hf_directory
+from slime.config.arguments import SyncArgs
+from slime.config.groups import from_args
+from slime.hooks.load import load_function
+from slime.models.config_json import read_model_config
+from slime.models.hf_shape import read_shape
+from slime.ray.run.cluster import node_address
+from slime.utils import accelerator
+from slime.weight_sync.quantize import Quantizer, find_quantizer
+from slime.weight_sync.root_hash import RootProof
+from slime.weight_sync.session import TrainerRanks, WeightUpdate
+from slime.weight_sync.transports import TRANSPORTS, TrainerSide, with_adapter
+from slime.weight_sync.updater import Updater
+
+# Median difference of log-probs, in nats, that rounding may cause: in fp32, 16 bits, and with quantized weights.
+_TOLERANCES = (0.01, 0.25, 0.75)
+
+
+def canary_tolerance(args: Namespace) -> float:
+    """The largest median difference of an engine's log-probs of the canary."""
+    if read_model_config(args.hf_checkpoint).get("quantization_config") is not None:
+        return _TOLERANCES[2]
+    return _TOLERANCES[weights_dtype(fp16=args.fp16, fp32=args.fp32) != "float32"]
+
+
+def root_proof(args: Namespace) -> RootProof | None:
+    """The comparison of every sync with the engines' tensors, or None with ``--weight-sync-proof canary``."""
+    sync, is_cpu = from_args(SyncArgs, args), accelerator.current().is_cpu
+    is_strict = sync.check_weight_update_equal and is_cpu
+    # the older flag asks for the comparison by itself
+    if args.debug_train_only or (sync.weight_sync_proof != "full" and not is_strict):
+        return None
+    tensors = SGLangTensors.of(read_shape(args.hf_checkpoint), on_cpu=is_cpu)
+    # the rules of the layout are tested on engines on a CPU only
+    return RootProof(tensors, excuses="none" if is_strict else "layers" if is_cpu else "any")
+
+
+_RANKS_GRACE_S = 60.0  # the source must fail before the other ranks: only its error names the engine
+
+
+def weight_updater(args: Namespace, rank: int, world_size: int) -> Updater:
+    """The updater of one trainer rank, of the same kind on all ranks."""
+    sync = from_args(SyncArgs, args)
+    ranks = TrainerRanks(rank, world_size, timeout_s=sync.weight_sync_timeout + _RANKS_GRACE_S)
+    transport = TRANSPORTS[sync.update_weight_transport]
+    post_write = _post_write(args) if "custom_update_weight_post_write_path" in transport.reads else None
+    side = TrainerSide(ranks, node_address, args.colocate, post_write)
+
+    def write_base(trainer: WeightExporter, path: str) -> None:
+        save_hf_directory(trainer.export_weights(), args.hf_checkpoint, path)
+
+    updater = with_adapter(transport.make(sync, side), args, sync, side, write_base)
+    quantizer = None if args.debug_train_only else find_quantizer(args.hf_checkpoint)
+    return updater if quantizer is None else _QuantizedUpdater(updater, quantizer, args.hf_checkpoint)
+
+
+def _post_write(args: Namespace) -> Callable[[str, Any], None] | None:
+    """The user's function, which gets the engines' Ray actors."""
+    path = args.custom_update_weight_post_write_path
+    if path is None:
+        return None
+    hook = load_function(path)
+    return lambda version_dir, fleet: hook(args, version_dir, list(fleet.handles))
+
+
+@dataclass(frozen=True)
+class _QuantizedUpdater:
+    """Any updater, for engines with a quantized checkpoint."""
+
+    updater: Updater
+    quantizer: Quantizer
+    hf_checkpoint: str
+
+    @property
+    def changed_share(self) -> float | None:
+        return self.updater.changed_share
+
+    def update(self, fleet: EngineFleet, trainer: WeightExporter, update: WeightUpdate) -> int:
+        return self.updater.update(fleet, _QuantizedWeights(trainer, self.quantizer, self.hf_checkpoint), update)
+
+    def disconnect(self) -> None:
+        self.updater.disconnect()
+
+
+@dataclass(frozen=True)
+class _QuantizedWeights:
+    """The trainer's weights in the format of ``hf_checkpoint``."""
+
+    trainer: WeightExporter
+    quantizer: Quantizer
+    hf_checkpoint: str
+
+    @property
+    def is_weight_source(self) -> bool:
+        return self.trainer.is_weight_source
+
+    def export_weights(
+        self, bucket_bytes: int = 512 * 1024**2, recipients: Recipients = EVERY_RANK
+    ) -> Iterator[NamedTensor]:
+        return self.quantizer(self.trainer.export_weights(bucket_bytes, recipients))
+
+    def export_adapter(
+        self, bucket_bytes: int = 512 * 1024**2, recipients: Recipients = EVERY_RANK
+    ) -> Iterator[NamedTensor]:
+        return self.trainer.export_adapter(bucket_bytes, recipients)
+
+    def save_hf(self, path: str) -> None:
+        save_hf_directory(
+            self.export_weights(),
+            self.hf_checkpoint,
+            path,
+            quantization=self.quantizer.config,
+        )
