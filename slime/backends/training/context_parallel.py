@@ -242,6 +242,20 @@ class _GatherRows(torch.autograd.Function):
         return part, None
 
 
+class _Pick(torch.autograd.Function):
+    """``x[rows]``. Its gradient is summed in fp32: a sum of 16-bit numbers stops to grow after some hundred samples."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        ctx.rows, ctx.shape = rows, x.shape
+        return x.index_select(0, rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
+        return wide.new_zeros(ctx.shape).index_add_(0, ctx.rows, wide).to(grad.dtype), None
+
+
 @contextmanager
 def picked_rows(tensors: Sequence[torch.Tensor], rows: torch.Tensor, *, again: bool) -> Iterator[list[torch.Tensor]]:
     """``tensor[rows]`` of each.
@@ -250,7 +264,7 @@ def picked_rows(tensors: Sequence[torch.Tensor], rows: torch.Tensor, *, again: b
         again: if an operation in the context keeps a part of a result for its backward pass, keep the tensor instead
             and pick the rows again. Not inside torch's checkpoints without reentrance, which would keep it as well.
     """
-    picked = [tensor.index_select(0, rows) for tensor in tensors]
+    picked: list[torch.Tensor] = [_Pick.apply(tensor, rows) for tensor in tensors]  # type: ignore[no-untyped-call]
     sources = {one.untyped_storage().data_ptr(): tensor.detach() for one, tensor in zip(picked, tensors, strict=True)}
 
     def keep(part: torch.Tensor) -> Any:

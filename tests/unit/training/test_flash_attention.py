@@ -12,7 +12,8 @@ from torch.nn.attention import varlen
 
 from slime.backends.training import attention
 from slime.backends.training.attention import choose_kernel, packed_attention, plan_attention
-from slime.backends.training.context_parallel import zigzag_rows
+from slime.backends.training.context_parallel import picked_rows, zigzag_rows
+from slime.batch.packing import pack
 from slime.utils import accelerator
 from slime.utils.accelerator import CPUAccelerator, CUDAAccelerator
 from slime.utils.errors import ConfigError
@@ -115,6 +116,37 @@ def test_each_context_parallel_rank_sees_the_keys_up_to_its_chunks(kernel, rank,
     plan = plan_attention(bounds(), rank, 2)
     out = packed_attention(q[rows[rank]], k[rows[rank]], v[rows[rank]], plan, scale=SCALE, cp_group="both")
     torch.testing.assert_close(out.float(), padded(q, k, v)[rows[rank]], atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_samples_with_shared_prefixes_see_the_rows_of_earlier_ones(kernel, again):
+    """Also the third sample, which is the beginning of the second, the fourth, which leaves it, and padding."""
+    samples = [[1, 2, 3, 4], [1, 2, 5, 6, 7], [1, 2, 5, 6, 7], [1, 2, 5, 8]]
+    shared = [0, 2, 5, 3]
+    packed = pack([torch.tensor(one) for one in samples], [1] * 4, shared=shared, pad_multiple=12)
+    whole = [torch.tensor(rows) for rows in ([0, 1, 2, 3], [0, 1, 4, 5, 6], [0, 1, 4, 5, 6], [0, 1, 4, 7])]
+    q, k, v = (heads(number, 16)[:12].requires_grad_() for number in (4, 2, 2))
+    plan = plan_attention(packed.borders, shared=packed.shared)
+    out = packed_attention(q, k, v, plan, scale=SCALE, picks_again=again)
+    factors = torch.linspace(-1, 1, 12)[:, None, None]
+    (out.float() * factors).sum().backward()
+    ours = [out.detach(), q.grad, k.grad, v.grad]
+    q, k, v = (one.detach().float().requires_grad_() for one in (q, k, v))
+    expected = torch.zeros(12, 4, 16)
+    for rows in [*whole, torch.arange(8, 12)]:
+        alone = plan_attention([0, len(rows)])
+        expected = expected.index_copy(0, rows, packed_attention(q[rows], k[rows], v[rows], alone, scale=SCALE))
+    (expected * factors).sum().backward()
+    for mine, other in zip(ours, [expected.detach(), q.grad, k.grad, v.grad], strict=True):
+        torch.testing.assert_close(mine.float(), other, atol=4e-2, rtol=4e-2)
+
+
+def test_gradients_of_a_prefix_that_hundreds_of_samples_share_are_not_lost_in_16_bit():
+    rows = torch.zeros(1000, dtype=torch.int64)
+    row = torch.ones(1, 2, 8, dtype=torch.bfloat16, requires_grad=True)
+    with picked_rows([row], rows, again=False) as (picked,):
+        picked.sum().backward()
+    assert torch.equal(row.grad, torch.full_like(row, 1000))
 
 
 @pytest.mark.parametrize(("width", "dtype"), [(20, torch.bfloat16), (264, torch.bfloat16), (16, torch.float32)])
