@@ -243,7 +243,8 @@ class _GatherRows(torch.autograd.Function):
 
 
 class _Pick(torch.autograd.Function):
-    """``x[rows]``. Its gradient is summed in fp32: a sum of 16-bit numbers stops to grow after some hundred samples."""
+    """``x[rows]``. Its gradient is summed in fp32: CUDA rounds a 16-bit sum after each row, and hundreds of samples may
+    share one, so that the sum would stop to grow."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 from torch.nn.attention import varlen
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from slime.backends.training import attention
 from slime.backends.training.attention import choose_kernel, packed_attention, plan_attention
@@ -141,11 +142,20 @@ def test_samples_with_shared_prefixes_see_the_rows_of_earlier_ones(kernel, again
         torch.testing.assert_close(mine.float(), other, atol=4e-2, rtol=4e-2)
 
 
-def test_gradients_of_a_prefix_that_hundreds_of_samples_share_are_not_lost_in_16_bit():
-    rows = torch.zeros(1000, dtype=torch.int64)
+def test_gradients_of_a_prefix_that_hundreds_of_samples_share_are_not_summed_in_16_bit():
+    """CUDA rounds after each row: in bf16, 256 + 1 is 256. A CPU does not, so the dtype of the sum is compared."""
+    summed = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if "index_add" in str(func) or "index_put" in str(func):
+                summed.append(args[0].dtype)
+            return func(*args, **(kwargs or {}))
+
     row = torch.ones(1, 2, 8, dtype=torch.bfloat16, requires_grad=True)
-    with picked_rows([row], rows, again=False) as (picked,):
+    with Watch(), picked_rows([row], torch.zeros(1000, dtype=torch.int64), again=False) as (picked,):
         picked.sum().backward()
+    assert summed == [torch.float32]
     assert torch.equal(row.grad, torch.full_like(row, 1000))
 
 
