@@ -26,6 +26,7 @@ class Model:
     def __init__(self) -> None:
         self.version = 0
         self.aborts = False
+        self.refuses = False
         self.seen = []
 
     def __call__(self, payload, number):
@@ -34,6 +35,8 @@ class Model:
         count = params["max_new_tokens"]
         reason = "length"
         seed = params["sampling_seed"]
+        if self.refuses and (count < LENGTH or (seed % 2 and sum(payload["input_ids"]) % 2)):
+            return 400, "no"
         if self.aborts and count == LENGTH and seed % 2 == 0:
             count, reason = 3, "abort"
         ids = [1 + (7 * self.version + 3 * seed + begin + i) % 50 for i in range(count)]
@@ -60,7 +63,8 @@ def setup(engine, tiny_task, tmp_path):
             "sglang_server_concurrency": 4,
             "replay_schedule": str(tmp_path / SCHEDULE),
         }
-        return make_args(tiny_task.model, engine(model).port, **(defaults | values)), model
+        make.engine = engine(model)
+        return make_args(tiny_task.model, make.engine.port, **(defaults | values)), model
 
     yield make
     Schedule.current = None
@@ -91,6 +95,27 @@ def test_a_run_that_never_stops_to_generate_is_made_again_in_another_order(setup
     for model.version in range(4):
         again = generate_rollout(args, model.version, source).samples
         assert tokens_of(again) == tokens_of(made[model.version])
+
+
+def test_a_sample_that_failed_fails_again_and_keeps_the_tokens_that_it_had(setup, tmp_path):
+    args, model = setup(max_failed_share=1.0)
+    model.aborts = model.refuses = True
+    Schedule.current = Schedule(tmp_path / SCHEDULE)
+    source, made = Locked(args), []
+    for model.version in range(3):
+        made.append(generate_rollout_fully_async(args, model.version, source).samples)
+        Schedule.current.batch(model.version, list(iter_samples(made[-1])))
+    fully_async_rollout._stop_global_worker()
+    Schedule.current = None
+    failed = [sample for sample in iter_samples(made) if sample.status is Sample.Status.FAILED]
+    assert {1, 3} <= {sample.response_length for sample in failed}  # without a token, and with those before the failure
+    GenerateState.clear_instances()
+    model.aborts, model.refuses, source = False, False, RolloutDataSourceWithBuffer(args)
+    for model.version in range(3):
+        again = generate_rollout(args, model.version, source).samples
+        assert tokens_of(again) == tokens_of(made[model.version])
+        for one, other in zip(iter_samples(again), iter_samples(made[model.version]), strict=True):
+            assert (one.status, one.remove_sample) == (other.status, other.remove_sample)
 
 
 def write(tmp_path, batches):
@@ -139,6 +164,64 @@ def test_a_branch_continues_samples_that_earlier_weights_began(setup, tmp_path):
     assert request["sampling_params"]["max_new_tokens"] == LENGTH - 3
 
 
+def test_a_part_that_an_engine_aborts_is_continued_and_groups_in_no_batch_do_not_stay_in_the_data_buffer(
+    setup, tmp_path
+):
+    cut, whole = [[0, 5], [1, LENGTH]], [[0, LENGTH]]
+    write(tmp_path, {0: [[2, 4, 0, whole], [2, 5, 0, whole]], 1: [[3, 6, 0, cut], [3, 7, 0, cut]]})
+    args, model = setup(rollout_batch_size=1)
+    source = RolloutDataSourceWithBuffer(args)
+    dropped = []
+    source.drop = lambda rollout_id, groups: dropped.extend(group[0].group_index for group in groups)
+    left = []
+
+    def leaves(payload, number):
+        status, reply = model(payload, number)
+        if payload["sampling_params"]["max_new_tokens"] == 5 and not left:
+            left.append(payload)
+            payload["sampling_params"]["max_new_tokens"] = 2
+            reply = model(payload, number)[1]
+            reply["meta_info"]["finish_reason"] = {"type": "abort"}
+        return status, reply
+
+    setup.engine.on_generate = leaves
+    generate_rollout(args, 0, source)
+    model.version = 1
+    samples = list(iter_samples(generate_rollout(args, 1, source).samples))
+    assert left
+    assert dropped == [0, 1]
+    for position, sample in enumerate(samples):
+        begin = len(sample.tokens) - LENGTH
+        seed = args.rollout_seed + position
+        assert sample.tokens[begin:] == [1 + (7 * (i >= 5) + 3 * seed + begin + i) % 50 for i in range(LENGTH)]
+
+
+async def own_function(args, sample, sampling_params):
+    sample.response, sample.tokens, sample.response_length = "7", [1, 7], 1
+    sample.weight_versions = ["0"]
+    return sample
+
+
+def test_a_custom_function_is_not_called_for_a_sample_that_failed(setup, tmp_path):
+    write(tmp_path, {0: [[0, 0, 0, [[0, 1]]], [0, 1, 0, [[None, 1]], "generate"]]})
+    args, _ = setup(rollout_batch_size=1, custom_generate_function_path=f"{__name__}.own_function")
+    made = list(iter_samples(generate_rollout(args, 0, RolloutDataSourceWithBuffer(args)).samples))
+    assert [(sample.status.value, sample.reward) for sample in made] == [("completed", 7.0), ("failed", 0.0)]
+
+
+def test_a_schedule_of_many_rollouts_is_not_read_again_for_each(setup, tmp_path, monkeypatch):
+    batches = {number: [[number, 2 * number + i, 0, [[number, LENGTH]]] for i in range(2)] for number in range(20)}
+    write(tmp_path, batches)
+    args, model = setup(rollout_batch_size=1)
+    seen = []
+    real = scheduled_rollout._versions
+    monkeypatch.setattr(scheduled_rollout, "_versions", lambda rows: (seen.append(len(rows)), real(rows))[1])
+    source = RolloutDataSourceWithBuffer(args)
+    for model.version in range(20):
+        generate_rollout(args, model.version, source)
+    assert len(seen) <= 6 * 20
+
+
 def test_the_record_of_a_replay_is_the_record(setup, tmp_path):
     rows = {0: [[0, 0, 0, [[0, LENGTH]]], [0, 1, 0, [[0, 0], [0, 2], [0, LENGTH]]]]}
     write(tmp_path, rows)
@@ -155,11 +238,16 @@ def test_the_record_of_a_replay_is_the_record(setup, tmp_path):
 @pytest.mark.parametrize(
     ("rollout_id", "batches", "message"),
     [
-        (0, {1: [[0, 0, 0, [[1, 8]]]]}, "has no rollout 0"),
+        (0, {1: [[0, 0, 0, [[1, 8]]]]}, "has no rollout 0, its rollouts are 1 to 1"),
         (1, {1: [[0, 0, 0, [[0, 8]]], [0, 1, 0, [[0, 8]]]]}, "before version 1 generated 8 tokens of sample 0, and no"),
         (0, {0: [[0, 0, 0, [[0, 8]]]]}, "1 samples of group 0, and --n-samples-per-prompt is 2"),
-        (0, {0: [[0, 0, 0, [[1, 8]]], [0, 1, 0, [[1, 8]]]]}, "not complete: its parts were generated by weight"),
+        (
+            0,
+            {0: [[0, 0, 0, [[1, 8]]], [0, 1, 0, [[1, 8]]]]},
+            "weight version 1 generated a part of group 0, which is in rollout 0",
+        ),
         (0, {0: [[0, 0, 0, [[0, 8]]], [0, 1, 0, [[0, 8]]]]}, "no longer returns group 0"),
+        (0, {0: [[None, 0, 0, [[0, 8]]]]}, "has samples without a group"),
     ],
 )
 def test_a_schedule_that_does_not_fit_the_run_is_an_error_that_names_the_place(
