@@ -213,8 +213,11 @@ class AsyncRolloutWorker:
 
     def _make_done_cb(self, gid: int) -> Callable[[Any], None]:
         def done(task: Any) -> None:
-            if not task.cancelled():
-                self._on_done(gid, task)
+            try:
+                if not task.cancelled():
+                    self._on_done(gid, task)
+            except Exception as error:  # the schedule cannot be written. asyncio would only log it
+                self._error = error
             self._active.discard(task)
             self._notify()
 

@@ -258,3 +258,19 @@ def test_a_rollout_waits_as_long_as_its_function_may_take_with_all_attempts(setu
     assert fully_async_rollout._patience(args) == (70.0, "--rollout-timeout")
     args.custom_generate_function_path = f"{__file__}:broken"
     assert fully_async_rollout._patience(args) == (130.0, "--custom-generate-timeout")
+
+
+def test_a_schedule_that_cannot_be_written_ends_the_rollout_instead_of_losing_the_group(setup, monkeypatch):
+    def full(event, groups):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(fully_async_rollout, "record", full)
+    args, source = setup(
+        lambda payload, number: (200, completion(payload, [5], "abort")), rollout_request_timeout=600.0
+    )
+    worker = AsyncRolloutWorker(args, source)
+    worker.start()
+    with pytest.raises(OSError, match="No space left"):
+        worker.wait_completed(Deadline(60, "a group"))
+    worker.stop()
+    assert worker._active == set()
