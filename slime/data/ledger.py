@@ -31,6 +31,8 @@ from typing import Any, Literal, TypedDict, get_args
 
 LEDGER = "ledger.jsonl"
 
+_BLOCK = 1 << 20
+
 Event = Literal["begin", "drawn", "returned", "used", "dropped", "saved", "trained"]
 
 
@@ -112,9 +114,14 @@ def _cut_torn_line(path: Path) -> None:
     if not path.exists():
         return
     with path.open("rb+") as file:
-        content = file.read()
-        whole = content.rfind(b"\n") + 1
-        if whole < len(content):
+        size = place = path.stat().st_size
+        whole = 0
+        while place > 0 and whole == 0:  # from the end: the file of a long run is large
+            place = max(0, place - _BLOCK)
+            file.seek(place)
+            found = file.read(_BLOCK).rfind(b"\n")
+            whole = 0 if found < 0 else place + found + 1
+        if whole < size:
             file.truncate(whole)
 
 

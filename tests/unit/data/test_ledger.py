@@ -169,6 +169,20 @@ def test_a_torn_last_line_is_cut_off_by_the_next_start(ledger, tmp_path):
     assert [entry["event"] for entry in read_ledger(path)[0]] == ["begin", "begin"]
 
 
+def test_a_torn_line_that_is_longer_than_a_block_is_cut_off(ledger, tmp_path, monkeypatch):
+    monkeypatch.setattr("slime.data.ledger._BLOCK", 7)
+    path = tmp_path / LEDGER
+    ledger.write("begin", rollout=0)
+    whole = path.read_bytes()
+    for torn in (b"", b"x", b"x" * 7, b"x" * 50):
+        path.write_bytes(whole + torn)
+        Ledger(path).close()
+        assert path.read_bytes() == whole
+    path.write_bytes(b"x" * 50)
+    Ledger(path).close()
+    assert path.read_bytes() == b""
+
+
 @pytest.mark.parametrize("line", ["[]", "{}", '{"event": "eaten"}', '{"event": "drawn", "groups": "a-b"}', "3"])
 def test_lines_that_are_no_entries_are_counted(line, tmp_path):
     (tmp_path / LEDGER).write_text(line + "\n")
