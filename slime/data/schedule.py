@@ -4,9 +4,11 @@
                       {"event": "aborted", "groups": "3 9-11"}    returned with the tokens so far, to be continued
                       {"event": "retried", "groups": "3"}         generated again from the prompt after an error
                       {"event": "stale", "groups": "3"}           too old for its batch: drawn again from the prompt
+                      {"event": "begin", "rollout": R}            a start of the run, which makes R and later ones anew
     branch.jsonl      {"begun": {...}}                            a sample that weights before the branch generated
     weights.jsonl     {"names": [...]}                            of the tensors in the lines below, in their order
                       {"version": V, "hash": "...", "tensors": "8 hex digits per tensor"}
+                      {"event": "begin", "version": V}            a start of the run, which makes later ones anew
 
 ``end`` counts response tokens: weights ``version`` generated those from the end before. ``crc`` is the CRC-32 of all
 tokens as 32-bit integers. The last line of a batch or version counts, because a resumed run may repeat it. Both files
@@ -18,7 +20,7 @@ from __future__ import annotations
 import json
 import zlib
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -36,7 +38,7 @@ Event = Literal["aborted", "retried", "stale"]
 _DIGITS = 8
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)  # slots: there is one for every sample of a run
 class Planned:
     """One trained sample.
 
@@ -52,10 +54,6 @@ class Planned:
     crc: int
     parts: tuple[tuple[int | None, int], ...]
     failed: str = ""
-
-    @property
-    def versions(self) -> set[int | None]:
-        return {version for version, _ in self.parts}
 
 
 def note_part(sample: Sample, version: object) -> None:
@@ -74,6 +72,10 @@ class Schedule:
 
     def __init__(self, path: Path) -> None:
         self._file = LineFile(path)
+
+    def begin(self, rollout_id: int) -> None:
+        """Record a start of the run that generates ``rollout_id`` and later rollouts anew."""
+        self._file.append({"event": "begin", "rollout": rollout_id})
 
     def batch(self, rollout_id: int, samples: Sequence[Sample]) -> None:
         """Record the samples of rollout ``rollout_id``, in their order."""
@@ -118,6 +120,8 @@ def read_schedule(path: Path) -> dict[int, list[Planned]]:
                 Planned(group, index, crc, tuple((part[0], part[1]) for part in parts), *failed)
                 for group, index, crc, parts, *failed in rows
             ]
+        elif line.get("event") == "begin":
+            batches = {rollout: rows for rollout, rows in batches.items() if rollout < line["rollout"]}
     return batches
 
 
@@ -129,62 +133,87 @@ def read_begun(path: Path) -> dict[int, Sample]:
 
 @dataclass(frozen=True)
 class Weights:
-    """The weights of one version: one hash, and 8 hex digits per tensor."""
+    """The weights of one version.
+
+    Attributes:
+        hash: of all tensors.
+        names: of the tensors.
+        digits: 8 hex digits per tensor, in this order. A model of 1T parameters has 70,000 tensors.
+    """
 
     hash: str
-    tensors: Mapping[str, str]
+    names: Sequence[str]
+    digits: str
+
+    @property
+    def tensors(self) -> dict[str, str]:
+        each = (self.digits[place : place + _DIGITS] for place in range(0, len(self.digits), _DIGITS))
+        return dict(zip(self.names, each, strict=True))
 
     def first_difference(self, other: Weights) -> str | None:
         """The first tensor that differs, or that only one side has."""
-        names = [*self.tensors, *(name for name in other.tensors if name not in self.tensors)]
-        return next((name for name in names if self.tensors.get(name) != other.tensors.get(name)), None)
+        if self.hash == other.hash:
+            return None
+        mine, theirs = self.tensors, other.tensors
+        names = [*mine, *(name for name in theirs if name not in mine)]
+        return next((name for name in names if mine.get(name) != theirs.get(name)), "a tensor with equal first digits")
 
 
 class WeightHistory:
-    """The writing end of ``weights.jsonl``. It begins with the versions that the file has."""
+    """The writing end of ``weights.jsonl``."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._known = read_weights(path) if path.is_file() else {}
         self._file = LineFile(path)
         self._names: list[str] | None = None
+        self._known: dict[int, Weights] = {}
+
+    def begin(self, first: int, newest: int) -> None:
+        """Record a start of the run, which makes the versions ``first`` to ``newest`` of an earlier start again."""
+        self._known = {version: each for version, each in read_weights(self._path, first).items() if version <= newest}
+        self._file.append({"event": "begin", "version": newest})
 
     def add(self, version: int, content: str, tensors: Mapping[str, str]) -> str | None:
-        """Record a version. Returns the first tensor that differs if an earlier start of the run had it otherwise."""
+        """Record a version. Returns the first tensor that differs if an earlier start of the run had it otherwise.
+
+        After such a difference nothing is compared any more: all later versions differ as well.
+        """
         if list(tensors) != self._names:
             self._names = list(tensors)
             self._file.append({"names": self._names})
-        # cut: they only serve to name a tensor, and a model of 1T parameters has 70,000 of them
-        digests = "".join(checksum[:_DIGITS] for checksum in tensors.values())
-        self._file.append({"version": version, "hash": content, "tensors": digests})
-        now = Weights(content, {name: checksum[:_DIGITS] for name, checksum in tensors.items()})
-        before, self._known[version] = self._known.get(version), now
-        return None if before is None else before.first_difference(now)
+        # cut: they only serve to name a tensor
+        now = Weights(content, self._names, "".join(checksum[:_DIGITS] for checksum in tensors.values()))
+        self._file.append({"version": version, "hash": content, "tensors": now.digits})
+        before = self._known.pop(version, now)
+        difference = before.first_difference(now)
+        if difference is not None:
+            self._known.clear()
+        return difference
 
 
-def read_weights(path: Path) -> dict[int, Weights]:
-    """Version -> its weights. Raises as :func:`read_schedule`."""
+def read_weights(path: Path, first: int = 0) -> dict[int, Weights]:
+    """Version -> its weights, from version ``first`` on. Raises as :func:`read_schedule`."""
     names: list[str] = []
     versions: dict[int, Weights] = {}
     for line in _lines(path):
         if "names" in line:
             names = line["names"]
-        elif "version" in line:
-            digits = line["tensors"]
-            each = (digits[place : place + _DIGITS] for place in range(0, len(digits), _DIGITS))
-            versions[line["version"]] = Weights(line["hash"], dict(zip(names, each, strict=True)))
+        elif line.get("event") == "begin":
+            versions = {version: each for version, each in versions.items() if version <= line["version"]}
+        elif line["version"] >= first:
+            versions[line["version"]] = Weights(line["hash"], names, line["tensors"])
     return versions
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open(encoding="utf-8") as file:
+            for line in file:
+                if line.endswith("\n"):  # a run that is killed leaves at most one torn line, the last one
+                    yield json.loads(line)
     except FileNotFoundError:
         raise DataError(
             f"{path} does not exist: a run records its schedule and its weights with --deterministic-mode only."
         ) from None
-    try:
-        # A run that is killed leaves at most one torn line, the last one.
-        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
     except ValueError as error:
-        raise DataError(f"{path} is damaged: {error}") from None
+        raise DataError(f"{path} is damaged: {error}: restore it, or record another run.") from None

@@ -19,6 +19,7 @@ from slime.batch.ship import Shipment, split_by_dp
 from slime.config.run_config import RunConfig
 from slime.data.dump_file import load_debug_rollout_data, save_debug_rollout_data, save_tokenizer
 from slime.data.sample import Sample, iter_samples
+from slime.data.schedule import Schedule
 from slime.hooks.load import load_function
 from slime.models.cost import calculate_fwd_flops, flops_of_length
 from slime.models.hf_shape import read_shape
@@ -113,9 +114,16 @@ class RolloutManager:
         assert self._servers is not None, "there are no engines"
         return method(self._servers, *args, **kwargs)
 
-    def begin(self, first: int) -> int:
-        """Start at rollout ``first``. Returns the first rollout to generate: those before it are in the journal."""
-        return first if self._journal is None else self._journal.begin(first)
+    def begin(self, first: int) -> int | None:
+        """Start at rollout ``first``.
+
+        Returns:
+            The first rollout to generate: those before it are in the journal. None without a journal.
+        """
+        first_new = None if self._journal is None else self._journal.begin(first)
+        if Schedule.current is not None:
+            Schedule.current.begin(first if first_new is None else first_new)
+        return first_new
 
     def await_journal(self, rollout_id: int) -> None:
         """Wait until the journal has the rollout."""

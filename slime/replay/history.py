@@ -1,6 +1,6 @@
 """``slime replay RUN --all`` and ``slime branch``: execute a recorded schedule, and compare tokens, losses and weights.
 
-    schedule.jsonl of the run ──▶ train.py with slime.rollout.scheduled_rollout, in a folder beside the run
+    schedule.jsonl of the run ──▶ branch.jsonl ──▶ train.py with slime.rollout.scheduled_rollout, in a folder beside
     weights.jsonl, samples, metrics.jsonl ──▶ compared: the first token, loss and weight that differ
 
 The new run uses the real engines and the real trainer, with the flags of the recorded one. A branch begins with a
@@ -10,8 +10,11 @@ checkpoint of the recorded run, and may change flags.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Collection, Iterator, Sequence
@@ -20,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.backends.training.checkpoint_files import complete_iterations, iteration_of
+from slime.data.ledger import LineFile
 from slime.data.schedule import BRANCH, SCHEDULE, WEIGHTS, Planned, Weights, read_schedule, read_weights
 from slime.doctor.ledger import find_ledger
 from slime.observability.run_info import RunInfo, read_run_info
@@ -69,9 +73,10 @@ class History:
 
 def _losses(folder: Path) -> Iterator[tuple[int, float]]:
     for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
-        record = json.loads(line)
-        if "train/loss" in record:
-            yield int(record["train/step"]), record["train/loss"]
+        with contextlib.suppress(ValueError):  # a line that a death cut off: the next start goes on below it
+            record = json.loads(line)
+            if "train/loss" in record:
+                yield int(record["train/step"]), record["train/loss"]
 
 
 def replay_all(folder: Path, name: str) -> int:
@@ -80,13 +85,7 @@ def replay_all(folder: Path, name: str) -> int:
     Returns:
         0 if all weights equal the recorded ones, 1 if not.
     """
-    info = read_run_info(folder)
-    recorded = History.of(folder)
-    again = folder.with_name(name)
-    _check_new(again)
-    schedule = find_ledger(folder).with_name(SCHEDULE)
-    _run([*replay_argv(info), *_scheduled(schedule)], info, again)
-    return compare(recorded, History.of(again))
+    return _branch(folder, 0, name, ())
 
 
 def branch(words: Sequence[str]) -> int:
@@ -128,12 +127,18 @@ def _branch(folder: Path, first: int, name: str, flags: Sequence[str]) -> int:
     if start and reference is not None:
         start += ["--ref-load", reference]  # otherwise the reference model would be the checkpoint of --load
     again = folder.with_name(name)
-    _check_new(again)
-    schedule = again / BRANCH
+    if again.exists():
+        raise DataError(f"{again} exists: delete it, or name another folder with --name.")
     again.mkdir()
-    source = find_ledger(folder).with_name(SCHEDULE)
-    schedule.write_text(source.read_text(encoding="utf-8") + "".join(_begun(recorded, first)), encoding="utf-8")
-    _run([*argv, *_scheduled(schedule), *start, *flags], info, again)
+    schedule = again / BRANCH
+    shutil.copyfile(find_ledger(folder).with_name(SCHEDULE), schedule)
+    lines = LineFile(schedule)
+    for sample in _begun(recorded, first):
+        lines.append({"begun": sample})
+    lines.close()
+    _run(
+        [*argv, "--rollout-function-path", _SCHEDULED, "--replay-schedule", str(schedule), *start, *flags], info, again
+    )
     return compare(recorded, History.of(again))
 
 
@@ -154,16 +159,16 @@ def _checkpoint(info: RunInfo, first: int) -> str:
     return save
 
 
-def _begun(recorded: History, first: int) -> Iterator[str]:
-    """Lines with the samples of later rollouts that were begun by weights before the branch."""
+def _begun(recorded: History, first: int) -> Iterator[dict[str, Any]]:
+    """The samples of later rollouts that were begun by weights before the branch."""
     for rollout in sorted(number for number in recorded.batches if number >= first):
         rows = recorded.batches[rollout]
-        old = [place for place, row in enumerate(rows) if any(v is not None and v < first for v in row.versions)]
+        old = [place for place, row in enumerate(rows) if any(v is not None and v < first for v, _ in row.parts)]
         path = record_file(recorded.folder, "rollout", rollout)
         known = {row["position"]: row for row in read_rows(path)} if old and path.is_file() else {}
         for place in old:
             if place in known:
-                yield json.dumps({"begun": sample_of_row(known[place]).to_dict()}) + "\n"
+                yield sample_of_row(known[place]).to_dict()
 
 
 def replay_argv(info: RunInfo) -> Iterator[str]:
@@ -179,7 +184,8 @@ def replay_argv(info: RunInfo) -> Iterator[str]:
         )
     left_out = _LEFT_OUT
     # --load with another directory is the start of the run, also of its replay
-    if info.settings.get("load") == info.settings.get("save"):
+    load, save = (info.resolved(info.settings.get(name)) for name in ("load", "save"))
+    if load is not None and save is not None and os.path.realpath(load) == os.path.realpath(save):
         left_out |= {"--load"}  # it is there for a restart: the run began without it
     return without(info.argv, left_out)
 
@@ -192,15 +198,6 @@ def without(argv: Sequence[str], flags: Collection[str]) -> Iterator[str]:
             is_dropped = word.partition("=")[0] in flags
         if not is_dropped:
             yield word
-
-
-def _scheduled(schedule: Path) -> list[str]:
-    return ["--rollout-function-path", _SCHEDULED, "--replay-schedule", str(schedule)]
-
-
-def _check_new(folder: Path) -> None:
-    if folder.exists():
-        raise DataError(f"{folder} exists: delete it, or name another folder with --name.")
 
 
 def _run(argv: Sequence[str], info: RunInfo, folder: Path) -> None:

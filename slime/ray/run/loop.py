@@ -137,6 +137,7 @@ class Run:
         rollouts_per_epoch: known if ``--num-epoch`` sets the length of the run.
         engines: None with ``--debug-train-only``.
         takes_weights: whether any engine receives weights.
+        has_journal: whether the manager writes rollouts to a journal.
         trainer: None with ``--debug-rollout-only``.
         critic: trains a value function beside the policy.
         handoff: moves device memory between trainer and engines that share devices.
@@ -148,6 +149,7 @@ class Run:
     rollouts_per_epoch: int | None = None
     engines: RemoteEngines | None = None
     takes_weights: bool = False
+    has_journal: bool = False
     trainer: RayTrainGroup | None = None
     critic: RayTrainGroup | None = None
     handoff: DeviceHandoff = field(default_factory=DeviceHandoff)
@@ -266,7 +268,10 @@ class Run:
             else:
                 report = self._train_both(self.trainer, self.critic, rollout_id, rollout)
             self._num_trained = rollout_id + 1
-        self._await_journal(rollout_id)
+        if self.has_journal:
+            # a start after a death must train on the same samples. Only a slow disk makes this wait long
+            ref = self.handles.manager.await_journal.remote(rollout_id)
+            get(ref, _JOURNAL_TIMEOUT_S, f"the rollout manager to write rollout {rollout_id} to the journal")
         self.handles.data_buffer.trained(rollout_id)
         is_first, self._train_ended = self._train_ended is None, time.monotonic()
         self._seconds["train"] = self._train_ended - started
@@ -274,11 +279,6 @@ class Run:
             self._seconds["first_step"] = time.time() - psutil.Process().create_time()
             logger.info("first trained step %.1f s after the start of the command", self._seconds["first_step"])
         return report
-
-    def _await_journal(self, rollout_id: int) -> None:
-        """Wait until a start after a death would train on the same samples. It never lasts long, unless a disk does."""
-        ref = self.handles.manager.await_journal.remote(rollout_id)
-        get(ref, _JOURNAL_TIMEOUT_S, f"the rollout manager to write rollout {rollout_id} to the journal")
 
     def _train_both(
         self, trainer: RayTrainGroup, critic: RayTrainGroup, rollout_id: int, rollout: RolloutResult

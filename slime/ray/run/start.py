@@ -107,6 +107,7 @@ def _create_handles(args: Namespace) -> RunHandles:
         data_buffer = create_data_buffer(args, ledger)
         made.callback(data_buffer.kill)
         progress = Progress(directory, ledger=str(ledger))
+        weights = WeightHistory(ledger.with_name(WEIGHTS)) if args.deterministic_mode else None
         manager = create_rollout_manager(args, slots["rollout"], data_buffer)
         made.pop_all()
     return RunHandles(
@@ -117,7 +118,7 @@ def _create_handles(args: Namespace) -> RunHandles:
         progress=progress,
         console=Console.of(args, directory),
         save_lock=save_lock,
-        weights=WeightHistory(ledger.with_name(WEIGHTS)) if args.deterministic_mode else None,
+        weights=weights,
     )
 
 
@@ -154,8 +155,11 @@ def _complete(config: RunConfig, handles: RunHandles) -> Run:
         text = "nothing is left to train: --load %s is at rollout %d, and --num-rollout is %d"
         logger.warning(text, settings.load, start_id, num_rollout)
     what = "the rollout manager to read the journal"
-    first_new: int = get(handles.manager.begin.remote(start_id), settings.trainer_start_timeout, what)
+    begun = get(handles.manager.begin.remote(start_id), settings.trainer_start_timeout, what, "--trainer-start-timeout")
+    first_new: int = start_id if begun is None else begun
     data_buffer.begin(first_new, start_id if first_new > start_id else None)
+    if handles.weights is not None:
+        handles.weights.begin(start_id, first_new)
     handles.progress.update(first_rollout=start_id, num_rollout=num_rollout)
     if engines is not None and settings.engines_port is not None:
         handles.engine_port = EnginePort(engines, settings.engines_port)
@@ -168,6 +172,7 @@ def _complete(config: RunConfig, handles: RunHandles) -> Run:
         rollouts_per_epoch=per_epoch,
         engines=engines,
         takes_weights=engines is not None and bool(engines.call(RolloutServers.receivers).engines),
+        has_journal=begun is not None,
         trainer=trainer,
         critic=critic,
         handoff=DeviceHandoff(trainer, critic, shared_engines, settings.offload_train, settings.release_train),

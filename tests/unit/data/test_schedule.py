@@ -39,16 +39,49 @@ def test_a_batch_that_is_made_again_replaces_the_first_and_a_torn_line_does_not_
     assert read_schedule(tmp_path / SCHEDULE)[1][0].crc == crc
 
 
-def test_a_version_with_other_weights_than_before_a_restart_is_named(tmp_path):
+def test_a_start_forgets_the_rollouts_that_it_makes_anew(tmp_path):
+    schedule = Schedule(tmp_path / SCHEDULE)
+    for rollout_id in range(5):
+        schedule.batch(rollout_id, [sample(2 * rollout_id, 5)])
+    schedule.begin(3)
+    assert list(read_schedule(tmp_path / SCHEDULE)) == [0, 1, 2]
+    schedule.batch(3, [sample(6, 9)])
+    assert list(read_schedule(tmp_path / SCHEDULE)) == [0, 1, 2, 3]
+
+
+def test_the_first_version_with_other_weights_than_before_a_restart_is_named_once(tmp_path):
     history = WeightHistory(tmp_path / WEIGHTS)
-    assert history.add(1, "aa", {"a": "0" * 32, "b": "1" * 32}) is None
+    history.begin(0, 0)
+    for version in range(4):
+        assert history.add(version, "aa", {"a": "0" * 32, "b": f"{version}" * 32}) is None
     again = WeightHistory(tmp_path / WEIGHTS)
+    again.begin(1, 2)
     assert again.add(1, "aa", {"a": "0" * 32, "b": "1" * 32}) is None
-    assert again.add(1, "bb", {"a": "0" * 32, "b": "2" * 32}) == "b"
-    assert again.add(2, "cc", {"c": "3" * 32}) is None
+    assert again.add(2, "bb", {"a": "0" * 32, "b": "3" * 32}) == "b"
+    assert again.add(3, "cc", {"a": "4" * 32}) is None  # made anew: it may differ
     weights = read_weights(tmp_path / WEIGHTS)
-    assert (weights[1].hash, weights[1].tensors) == ("bb", {"a": "0" * 8, "b": "2" * 8})
-    assert weights[2].tensors == {"c": "3" * 8}
+    assert list(weights) == [0, 1, 2, 3]
+    assert (weights[2].hash, weights[2].tensors) == ("bb", {"a": "0" * 8, "b": "3" * 8})
+    assert weights[3].tensors == {"a": "4" * 8}
+
+
+def test_after_a_difference_no_further_version_is_compared(tmp_path):
+    for number in range(2):
+        history = WeightHistory(tmp_path / WEIGHTS)
+        history.begin(0, 9)
+        found = [history.add(version, f"{number}", {"a": f"{number}" * 32}) for version in range(3)]
+        assert found == [None if number == 0 else "a", None, None]
+
+
+def test_a_start_keeps_no_versions_that_it_does_not_make(tmp_path):
+    history = WeightHistory(tmp_path / WEIGHTS)
+    history.begin(0, 0)
+    for version in range(100):
+        history.add(version, "aa", {"a": "0" * 32})
+    assert history._known == {}
+    again = WeightHistory(tmp_path / WEIGHTS)
+    again.begin(97, 98)
+    assert list(again._known) == [97, 98]
 
 
 def test_a_run_without_a_record_is_named(tmp_path):

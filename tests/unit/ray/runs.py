@@ -83,6 +83,7 @@ def make_run(
     handoff: DeviceHandoff | None = None,
     rollout_ids: range = range(9),
     rollouts_per_epoch: int | None = None,
+    has_journal: bool = False,
     args: dict[str, Any] | None = None,
     **handles: Any,
 ) -> Run:
@@ -96,17 +97,15 @@ def make_run(
         "progress": NoProgress(),
         "trainers": [group for group in (trainer, critic) if group is not None],
     }
-    run = Run(
+    return Run(
         config=RunConfig.of(Namespace(**{**seconds, **(args or {})})),
         handles=RunHandles(**{**defaults, **handles}),
         rollout_ids=rollout_ids,
         rollouts_per_epoch=rollouts_per_epoch,
         engines=engines,
         takes_weights=engines is not None,
+        has_journal=has_journal,
         trainer=trainer,
         critic=critic,
         handoff=handoff or DeviceHandoff(),
     )
-    if handles.get("manager") is None:
-        vars(run)["_await_journal"] = lambda rollout_id: None
-    return run

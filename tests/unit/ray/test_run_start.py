@@ -45,7 +45,7 @@ def test_what_was_made_before_a_start_failed_is_ended_in_the_reverse_order(
     monkeypatch.setattr(start, "Progress", lambda directory, ledger: None)
     monkeypatch.setattr(start, "run_config", RunConfig.of)
     with pytest.raises(DeadlineExceeded, match=breaks):
-        start.start_run(SimpleNamespace(save=None, start_rollout_id=None))  # type: ignore[arg-type]
+        start.start_run(SimpleNamespace(save=None, start_rollout_id=None, deterministic_mode=False))  # type: ignore[arg-type]
     assert ended == list(STEPS[: STEPS.index(breaks)])[::-1]
 
 
