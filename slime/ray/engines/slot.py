@@ -11,14 +11,15 @@ from enum import StrEnum
 from typing import Any
 
 import ray
-from ray.exceptions import ActorDiedError
+from ray.exceptions import ActorDiedError, RayError
 
 from slime.backends.protocols import EngineInfo
 from slime.backends.sglang_utils.router import registered_workers, remove_worker
+from slime.ray.engines.health import Answer
 from slime.ray.watch.failure_report import message_of
 from slime.ray.watch.waiting import get
 from slime.utils.deadline import Deadline
-from slime.utils.errors import DeadlineExceeded, EngineError
+from slime.utils.errors import DeadlineExceeded, EngineError, SlimeError
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +44,9 @@ class Slot:
         handle: actor that runs or starts there, if any.
         number: engines that were in this slot before.
         is_guest: it joined by its address. It is not replaced.
+        has_joined: it is not one of the start. The run goes on without it if it cannot be started again.
+        returns: another engine takes the place of the one that leaves.
+        is_registering: the router is asked to add it.
         ready_at: end of the last restart.
         has_died_again: the engine died soon after its restart, and nothing was generated in between.
     """
@@ -54,6 +58,9 @@ class Slot:
     number: int = 0
     deaths: int = 0
     is_guest: bool = False
+    has_joined: bool = False
+    returns: bool = False
+    is_registering: bool = False
     died_at: float = 0.0
     ready_at: float = -math.inf
     has_died_again: bool = False
@@ -62,6 +69,12 @@ class Slot:
     def name(self) -> str:
         """Name of the present engine."""
         return f"{self.rank}.{self.number}"
+
+    @property
+    def shown_state(self) -> str:
+        """The state for people. "preempted": it leaves, and another engine takes its place."""
+        is_leaving = self.state in (State.LEAVING, State.DRAINING)
+        return "preempted" if is_leaving and self.returns else self.state.value
 
 
 @dataclass(frozen=True)
@@ -95,6 +108,19 @@ def asked(calls: dict[int, Any], *, if_dead: bool) -> dict[int, bool]:
     return {rank: call in done and value_of(call, if_dead=if_dead) for rank, call in calls.items()}
 
 
+def asked_whether_responsive(handle: Any, timeout_s: float) -> Answer:
+    """Send a health check to an engine. Call the result for the answer so far."""
+    until = time.monotonic() + timeout_s + LOOK_TIMEOUT_S
+    call = handle.is_responsive.remote(timeout_s)
+
+    def answer() -> bool | None:
+        if ray.wait([call], timeout=0)[0]:
+            return value_of(call, if_dead=False)
+        return None if time.monotonic() < until else False
+
+    return answer
+
+
 def value_of(call: Any, *, if_dead: bool) -> bool:
     """The result of a finished call. ``if_dead`` if the actor of the call is dead."""
     try:
@@ -108,6 +134,36 @@ def value_of(call: Any, *, if_dead: bool) -> bool:
 
 def text_of(error: BaseException) -> str:
     return message_of(error) or f"{type(error).__name__}: {error}"
+
+
+def cause_of_death(handle: Any) -> Exception | None:
+    """The cause of an engine's death, if its actor knows it."""
+    try:
+        get(handle.raise_if_dead.remote(), LOOK_TIMEOUT_S, "the cause of an engine's death")
+    except Exception as error:  # the error is the answer
+        return error
+    return None
+
+
+def clean_up(slot: Slot, router_url: str, reason: str) -> str:
+    """Remove a dead engine from its router and free its devices. Returns ``reason`` with the cause of its death."""
+    handle, info = slot.handle, slot.info
+    if info is not None:
+        try:
+            remove_worker(router_url, info.url)
+        except EngineError as error:
+            logger.warning("the router still knows engine %d: %s", slot.rank, error)
+    if handle is None:
+        return reason
+    cause = cause_of_death(handle)
+    if cause is not None and text_of(cause) not in reason:
+        reason = f"{reason}. {text_of(cause)}"
+    try:
+        get(handle.stop.remote(), LOOK_TIMEOUT_S, "a dead engine to stop")
+    except (RayError, SlimeError) as error:  # killing the actor kills its server as well
+        logger.debug("%s", error)
+    ray.kill(handle)
+    return reason
 
 
 def drain(handle: Any, router_url: str, url: str, timeout_s: float, stopping: threading.Event) -> None:

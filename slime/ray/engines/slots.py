@@ -35,15 +35,16 @@ from slime.backends.sglang_utils.router import remove_worker
 from slime.ray.engines.fleet import RayEngineFleet, WaitingEngines
 from slime.ray.engines.health import Answer, HealthMonitor
 from slime.ray.engines.slot import (
-    LOOK_TIMEOUT_S,
     Slot,
     State,
     WatchSettings,
     asked,
+    asked_whether_responsive,
+    cause_of_death,
+    clean_up,
     drain,
     log_service,
     text_of,
-    value_of,
 )
 from slime.ray.watch.waiting import get
 from slime.utils.errors import EngineError, SlimeError
@@ -66,6 +67,7 @@ class EngineSlots:
         make: (rank, number of earlier engines in the slot) -> handle of a new actor. Does not wait for its start.
         ranks: numbers of the engines in the run.
         needs_weights: False if the weights of the checkpoint are right. Such engines never wait.
+        kind_of: kind of the engine of a number. One of each kind must serve.
         on_gone: called with the number of an engine that has left and is not replaced.
     """
 
@@ -76,9 +78,11 @@ class EngineSlots:
         router_url: str,
         *,
         needs_weights: bool = True,
+        kind_of: Callable[[int], str] = lambda rank: "",
         on_gone: Callable[[int], None] = lambda rank: None,
     ) -> None:
         self._make = make
+        self._kind_of = kind_of
         self._on_gone = on_gone
         self._router_url = router_url
         self._needs_weights = needs_weights
@@ -97,7 +101,8 @@ class EngineSlots:
 
     def start(self, ranks: Sequence[int]) -> None:
         """Start the engines of these numbers. :meth:`wait_ready` waits for them."""
-        slots = [Slot(rank, self._make(rank, 0)) for rank in ranks]
+        numbers = {rank: self._numbers.get(rank, 0) for rank in ranks}
+        slots = [Slot(rank, self._make(rank, number), number=number) for rank, number in numbers.items()]
         with self._guard:
             self._slots = [*self._slots, *slots]
             self._by_rank |= {slot.rank: slot for slot in slots}
@@ -116,7 +121,7 @@ class EngineSlots:
         Args:
             is_guest: if it dies, it is not replaced.
         """
-        slot = Slot(rank, number=self._numbers.get(rank, 0), is_guest=is_guest)
+        slot = Slot(rank, number=self._numbers.get(rank, 0), is_guest=is_guest, has_joined=True)
         with self._guard:
             self._slots = [*self._slots, slot]
             self._by_rank[rank] = slot
@@ -133,17 +138,16 @@ class EngineSlots:
             if slot is None or slot.state not in (State.SERVING, State.WAITING):
                 state = slot.state if slot else "unknown"
                 raise EngineError(f"engine {rank} cannot leave: it is {state}. Engines that serve can.")
-            if not returns and not any(other.state is State.SERVING for other in self._slots if other is not slot):
-                raise EngineError(f"engine {rank} cannot leave: no other engine serves. Let another one join first.")
-            slot.state = State.LEAVING  # from now on its end is no death
-        threading.Thread(
-            target=self._drain, args=(slot, reason, returns), name=f"engine {rank} leaves", daemon=True
-        ).start()
+            if not returns and not self._others_serve(slot):
+                other = f"{self._kind_of(rank)} engine".strip()
+                raise EngineError(f"engine {rank} cannot leave: no other {other} serves. Let another one join first.")
+            slot.state, slot.returns = State.LEAVING, returns  # from now on its end is no death
+        threading.Thread(target=self._drain, args=(slot, reason), name=f"engine {rank} leaves", daemon=True).start()
 
     def states(self) -> dict[int, tuple[str, str | None]]:
         """Number of each engine -> its state and its address, if known."""
         with self._guard:
-            return {slot.rank: (slot.state.value, None if slot.info is None else slot.info.url) for slot in self._slots}
+            return {slot.rank: (slot.shown_state, None if slot.info is None else slot.info.url) for slot in self._slots}
 
     def watch(self, settings: WatchSettings) -> None:
         """Start the health checks and the replacement of dead engines."""
@@ -211,6 +215,7 @@ class EngineSlots:
         for slot in self._slots:
             with self._guard:
                 is_admitted = slot.state is State.WAITING and slot.name in names
+                slot.is_registering |= is_admitted
                 handle = slot.handle
             if is_admitted:
                 self._admit(slot, handle)
@@ -250,11 +255,12 @@ class EngineSlots:
 
     def _find_ended(self) -> dict[int, bool]:
         with self._guard:
-            present = [slot for slot in self._slots if slot.state in (State.SERVING, State.WAITING)]
+            present = [s for s in self._slots if s.state in (State.SERVING, State.WAITING, State.LEAVING)]
             watched = {slot.rank: slot.handle for slot in present}
+            leaving = {slot.rank for slot in present if slot.state is State.LEAVING}
         has_ended = asked({rank: handle.has_ended.remote() for rank, handle in watched.items()}, if_dead=True)
         if not self._is_paused:
-            living = {rank: handle for rank, handle in watched.items() if not has_ended[rank]}
+            living = {rank: handle for rank, handle in watched.items() if not has_ended[rank] and rank not in leaving}
             notices = asked({rank: handle.is_leaving.remote() for rank, handle in living.items()}, if_dead=False)
             for rank in (rank for rank, is_leaving in notices.items() if is_leaving):
                 self._on_notice(rank)
@@ -263,7 +269,8 @@ class EngineSlots:
     def _on_notice(self, rank: int) -> None:
         """Let an engine leave whose server got SIGTERM. It is replaced if dead engines are."""
         assert self._settings is not None
-        returns = self._settings.replaces_dead and not self._by_rank[rank].is_guest
+        slot = self._by_rank.get(rank)
+        returns = self._settings.replaces_dead and slot is not None and not slot.is_guest
         try:
             self.leave(rank, "its process got SIGTERM", returns=returns)
         except EngineError as error:  # its end will be that of a dead engine
@@ -271,44 +278,43 @@ class EngineSlots:
 
     def _ask(self, rank: int) -> Answer:
         assert self._settings is not None
-        timeout_s = self._settings.timeout_s
-        asked_at = time.monotonic()
         with self._guard:
-            slot = self._by_rank[rank]
-            handle, is_serving = slot.handle, slot.state is State.SERVING
-        if not is_serving:
+            slot = self._by_rank.get(rank)
+            handle = slot.handle if slot is not None and slot.state is State.SERVING else None
+        if handle is None:
             return lambda: True  # an engine that takes weights is paused and cannot answer
-        call = handle.is_responsive.remote(timeout_s)
-
-        def answer() -> bool | None:
-            if ray.wait([call], timeout=0)[0]:
-                return value_of(call, if_dead=False)
-            return None if time.monotonic() < asked_at + timeout_s + LOOK_TIMEOUT_S else False
-
-        return answer
+        return asked_whether_responsive(handle, self._settings.timeout_s)
 
     def _on_dead(self, rank: int, reason: str) -> None:
-        slot = self._by_rank[rank]
         with self._guard:
-            # STARTING: its replacement is already under way. Monitor and weight sync may both report a death.
-            if self._stopping.is_set() or slot.state not in (State.SERVING, State.WAITING, State.LEAVING):
+            slot = self._by_rank.get(rank)  # None: it has left while somebody looked
+            if slot is None or self._stopping.is_set():
                 return
-            others = [other for other in self._slots if other is not slot and other.state is State.SERVING]
+            if slot.state is State.LEAVING:
+                slot.state = State.DRAINING  # the sync that it takes part in loses it, and its thread goes on
+            # STARTING: its replacement is already under way. Monitor and weight sync may both report a death.
+            if slot.state not in (State.SERVING, State.WAITING):
+                return
+            is_lost = slot.is_guest and self._others_serve(slot)
             slot.state = State.STARTING
             slot.died_at = time.monotonic()
             # Not if something was generated since the restart: then restarts do help.
             slot.has_died_again = self._progress_at < slot.ready_at and slot.died_at < slot.ready_at + _SOON_S
-        if slot.is_guest and others:
+        if is_lost:
             threading.Thread(target=self._lose, args=(slot, reason), name=f"engine {rank} lost", daemon=True).start()
             return
         assert self._settings is not None
         if not self._settings.replaces_dead:
-            self._failure = self._cause_of_death(slot.handle) or EngineError(f"engine {rank}: {reason}.")
+            self._failure = cause_of_death(slot.handle) or EngineError(f"engine {rank}: {reason}.")
             return
         threading.Thread(target=self._replace, args=(slot, reason), name=f"engine {rank} again", daemon=True).start()
 
-    def _replace(self, slot: Slot, reason: str) -> None:
-        """Start engines in ``slot`` until one answers, too many have died there, or the run ends. Body of a thread."""
+    def _replace(self, slot: Slot, reason: str, *, may_go: bool = False) -> None:
+        """Start engines in ``slot`` until one answers, too many have died there, or the run ends. Body of a thread.
+
+        Args:
+            may_go: if none starts, the run goes on without the engine, as without one that has joined.
+        """
         cause = f"engine {slot.rank}: {reason}"
         try:
             for pause_s in itertools.chain([0.0], _PAUSES_S):
@@ -333,8 +339,14 @@ class EngineSlots:
                     return
                 except Exception as error:  # whatever it was, the next try may succeed
                     cause = f"engine {slot.rank} could not be started again: {text_of(error)}"
-        except Exception as error:  # the driver raises it with its next question
-            self._failure = error
+            raise EngineError(f"{cause}. It was tried {len(_PAUSES_S) + 1} times.")
+        except Exception as error:
+            with self._guard:
+                is_lost = (may_go or slot.has_joined) and self._others_serve(slot)
+            if is_lost:
+                self._lose(slot, text_of(error))
+            else:
+                self._failure = error  # the driver raises it with its next question
 
     def _enter(self, slot: Slot) -> None:
         """Start an engine that joins. A failure does not end the run. Body of a thread."""
@@ -344,10 +356,10 @@ class EngineSlots:
         except (RayError, SlimeError) as error:  # the engines before it go on
             self._lose(slot, f"it could not join: {text_of(error)}")
 
-    def _drain(self, slot: Slot, reason: str, returns: bool) -> None:
+    def _drain(self, slot: Slot, reason: str) -> None:
         """End an engine once it has no requests. Body of a thread."""
         while not self._begins_to_drain(slot):
-            if slot.state is not State.LEAVING or self._stopping.wait(_POLL_S):
+            if self._stopping.wait(_POLL_S):
                 return
         logger.info("engine %d leaves: %s", slot.rank, reason)
         assert slot.info is not None
@@ -359,19 +371,25 @@ class EngineSlots:
         if self._stopping.is_set():
             return
         logger.info("engine %d has left, %.1f s after it was asked to", slot.rank, time.monotonic() - started)
-        if not returns:
+        if not slot.returns:
             self._lose(slot, reason)
             return
         slot.deaths, slot.has_died_again, slot.died_at = slot.deaths - 1, False, started  # it did not die
         slot.state = State.STARTING
-        self._replace(slot, reason)
+        self._replace(slot, reason, may_go=True)  # its node may have gone
 
     def _begins_to_drain(self, slot: Slot) -> bool:
-        """False during a weight sync, in which the engine takes part, and if it died in one."""
+        """False during a weight sync, in which the engine takes part, and while the router adds it."""
         with self._guard:
-            if not self._is_paused and slot.state is State.LEAVING:
+            if not self._is_paused and not slot.is_registering and slot.state is State.LEAVING:
                 slot.state = State.DRAINING
             return slot.state is State.DRAINING
+
+    def _others_serve(self, slot: Slot) -> bool:
+        """Whether the run can go on without an engine. Called with the guard."""
+        kind = self._kind_of(slot.rank)
+        others = [other for other in self._slots if other is not slot and other.state is State.SERVING]
+        return any(self._kind_of(other.rank) == kind for other in others)
 
     def _lose(self, slot: Slot, reason: str) -> None:
         """Clean up after an engine that is not replaced."""
@@ -383,35 +401,10 @@ class EngineSlots:
         self._on_gone(slot.rank)
 
     def _clean_up(self, slot: Slot, reason: str) -> str:
-        """Remove the dead engine from the router and free its devices. Returns the cause of its death."""
-        handle, info = slot.handle, slot.info
-        if info is not None:
-            try:
-                remove_worker(self._router_url, info.url)
-            except EngineError as error:
-                logger.warning("the router still knows engine %d: %s", slot.rank, error)
-        if handle is None:
-            return reason
-        cause = self._cause_of_death(handle)
-        if cause is not None and text_of(cause) not in reason:
-            reason = f"{reason}. {text_of(cause)}"
-        try:
-            get(handle.stop.remote(), LOOK_TIMEOUT_S, "a dead engine to stop")
-        except (RayError, SlimeError) as error:  # killing the actor kills its server as well
-            logger.debug("%s", error)
-        ray.kill(handle)
+        reason = clean_up(slot, self._router_url, reason)
         with self._guard:
             slot.handle = slot.info = None
         return reason
-
-    @staticmethod
-    def _cause_of_death(handle: Any) -> Exception | None:
-        """The cause of the engine's death, if its actor knows it."""
-        try:
-            get(handle.raise_if_dead.remote(), LOOK_TIMEOUT_S, "the cause of an engine's death")
-        except Exception as error:  # the error is the answer
-            return error
-        return None
 
     def _start_again(self, slot: Slot) -> None:
         assert self._settings is not None
@@ -443,6 +436,8 @@ class EngineSlots:
         except (RayError, SlimeError) as error:  # it or the router died just now: the monitor or the rollout notices
             logger.warning("engine %d could not be registered at the router: %s", slot.rank, text_of(error))
             return
+        finally:
+            slot.is_registering = False
         with self._guard:
             # The engine may have died and been replaced during the call, which ran without the guard.
             if slot.state is State.WAITING and slot.handle is handle:

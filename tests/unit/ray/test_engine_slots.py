@@ -433,6 +433,80 @@ def test_an_engine_leaves_after_the_weight_sync_that_it_takes_part_in(world, slo
     until(lambda: world.killed)
 
 
+@pytest.mark.parametrize("how", ["ends", "is silent"])
+def test_an_engine_that_dies_in_the_weight_sync_after_which_it_would_leave_is_lost_to_the_sync(world, slots, how):
+    slots.pause_watch()
+    names = slots.fleet().names
+    slots.leave(1, "test")
+    if how == "ends":
+        world.latest(1).is_dead = True
+    else:
+        slots.mark_dead(["1.0"])
+    assert look(slots, names) == ["1.0"], "the sync is repeated with the others"
+    until(lambda: slots.states() == {0: ("serving", URL.format(0))})
+    assert len(world.actors) == 2, "it was to leave: it is not replaced"
+
+
+def test_an_engine_whose_registration_is_under_way_leaves_when_the_router_has_answered(world, slots):
+    slots.join(2, is_guest=True)
+    until(lambda: slots.waiting().fleet.names == ("2.0",))
+    world.latest(2).stop = Method(lambda: None)  # a server of others goes on
+    world.router_answers.clear()
+    admission = threading.Thread(target=slots.admit, args=(["2.0"],))
+    admission.start()
+    assert world.is_registering.wait(120)
+    slots.leave(2, "test")
+    time.sleep(0.3)
+    world.router_answers.set()
+    admission.join()
+    until(lambda: 2 not in slots.states())
+    assert world.registered == {(0, 0), (1, 0)}
+
+
+def test_a_look_may_end_after_an_engine_has_gone(world, slots):
+    leaving = slots._by_rank[1]
+
+    def ended() -> bool:
+        slots._lose(leaving, "test")
+        return True
+
+    world.latest(1).has_ended = Method(ended)
+    slots.look()
+    assert list(slots.states()) == [0]
+
+
+def test_an_engine_with_a_notice_that_cannot_be_started_again_is_gone(world, slots):
+    world.broken.add(1)  # its node was taken away
+    world.latest(1).has_notice = True
+    slots.look()
+    until(lambda: 1 not in slots.states())
+    assert slots.waiting().num_serving == 1, "the run goes on"
+
+
+def test_an_engine_that_is_replaced_after_a_notice_does_not_count_as_one_that_leaves(world, slots):
+    world.latest(1).requests = 10**6
+    world.latest(1).has_notice = True
+    slots.look()
+    until(lambda: world.aborted)
+    assert slots.states()[1][0] == "preempted"
+    world.latest(1).requests = 0
+    until(lambda: slots.waiting().fleet.names == ("1.1",))
+    assert slots.states()[1][0] == "waiting"
+
+
+def test_the_last_engine_of_its_kind_cannot_leave(world):
+    slots = EngineSlots(world.make, range(3), ROUTER, kind_of=lambda rank: "prefill" if rank == 0 else "decode")
+    slots.wait_ready(1.0)
+    slots.watch(SETTINGS)
+    try:
+        with pytest.raises(EngineError, match="engine 0 cannot leave: no other prefill engine serves"):
+            slots.leave(0, "test")
+        slots.leave(2, "test")
+        until(lambda: 2 not in slots.states())
+    finally:
+        slots.stop(leaves_router=False)
+
+
 def test_an_engine_that_joins_waits_for_weights_then_serves_and_may_come_back(world, slots):
     slots.join(2)
     until(lambda: slots.waiting().fleet.names == ("2.0",))
