@@ -98,7 +98,7 @@ def test_engines_join_leave_and_are_preempted_while_a_rollout_goes_on_and_nothin
         run.wait(lambda: is_generating(first) and is_generating(second))
         assert httpx.post(engines, json={"count": 1}).status_code == 200
         run.wait(lambda: len(read(engines)["engines"]) == 1)
-        assert "no other engine serves" in httpx.delete(f"{engines}/0").json()["error"]
+        assert "no other regular engine serves" in httpx.delete(f"{engines}/0").json()["error"]
         finished = run.end()
     dumps = samples_of(run, finished, ELASTIC_ROLLOUTS)
     assert versions_of(dumps) == [{rollout_id} for rollout_id in range(ELASTIC_ROLLOUTS)]

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _JOINING = "the engine that joins"
+_MOST_ENGINES = 10_000  # a typing error would otherwise fill the memory of the rollout manager
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,8 @@ class ElasticEngines:
         _places: number of an engine of this run -> its place, also after it has left.
         _external: number of an engine that others run -> its properties.
         _joined: number of an engine that joined -> its devices.
-        _reserving: engines that wait for devices.
+        _reserving: engines that wait for devices. One that is taken out gives up.
+        _changing: guards the fields above, which threads of engines that join and leave change.
         _check_room, _reserve_engine, _release: functions of ``placement_group``.
     """
 
@@ -71,6 +73,7 @@ class ElasticEngines:
     _external: dict[int, ExternalEngineInfo]
     _joined: dict[int, Any]
     _reserving: set[int]
+    _changing: threading.RLock
     _check_room: Callable[[int], None]
     _reserve_engine: Callable[[int, float], Any]
     _release: Callable[[dict[str, Any]], None]
@@ -83,9 +86,9 @@ class ElasticEngines:
             for rank, (state, url) in model.engines.states().items()
         ]
         first = self._models[0].name
-        found += [
-            {"engine": rank, "model": first, "state": "waits for devices", "url": None} for rank in self._reserving
-        ]
+        with self._changing:
+            waiting = list(self._reserving)
+        found += [{"engine": rank, "model": first, "state": "waits for devices", "url": None} for rank in waiting]
         return sorted(found, key=lambda engine: engine["engine"])
 
     def resize(self, count: int) -> None:
@@ -95,25 +98,33 @@ class ElasticEngines:
             EngineError: this model cannot change its engines, or has too few that serve.
             ConfigError: the cluster has too few devices.
         """
-        model = self._models[0]
+        if not 1 <= count <= _MOST_ENGINES:
+            raise EngineError(f"count {count}: a run needs one engine at least, and {_MOST_ENGINES} at most.")
+        with self._changing:
+            self._resize(self._models[0], count)
+            self._note_number()
+
+    def _resize(self, model: ServedModel, count: int) -> None:
         # Engines that leave do not count: their number would be subtracted twice.
         states = {
             rank: state for rank, (state, _) in model.engines.states().items() if state not in ("leaving", "draining")
         }
         num_more = count - len(states) - len(self._reserving)
-        # Those that joined last leave first: they give devices back.
-        ready = sorted((rank for rank, state in states.items() if state in ("serving", "waiting")), reverse=True)
-        if count < 1:
-            raise EngineError(f"count {count}: a run needs one engine at least.")
-        if -num_more > len(ready):
-            raise EngineError(
-                f"count {count}: {-num_more} engines would leave, and {len(ready)} have started. Ask later."
-            )
         if num_more > 0:
             self._grow(model, num_more)
-        for rank in ready[: max(0, -num_more)]:
+            return
+        # Those that joined last leave first: they give devices back. Before them, those that only wait for devices.
+        last_first = sorted(self._reserving, reverse=True)
+        give_up = last_first[:-num_more]
+        num_leaving = -num_more - len(give_up)
+        ready = sorted((rank for rank, state in states.items() if state in ("serving", "waiting")), reverse=True)
+        if num_leaving > len(ready):
+            raise EngineError(
+                f"count {count}: {num_leaving} engines would leave, and {len(ready)} have started. Ask later."
+            )
+        self._reserving -= set(give_up)
+        for rank in ready[:num_leaving]:
             self.leave_engine(rank, f"the run goes on with {count} engines")
-        self._note_number()
 
     def leave_engine(self, rank: int, reason: str = "it was asked to leave") -> None:
         """Let one engine leave. Raises EngineError if it does not serve, or is the last one that does."""
@@ -140,15 +151,18 @@ class ElasticEngines:
         ]
         if found[0].worker_type != WorkerType.REGULAR:
             problems.append(f"{_JOINING} {found[0].url}: it is a {found[0].worker_type} engine, only regular ones can.")
+        if any(self._kind_of(rank) != WorkerType.REGULAR for rank in model.engines.states()):
+            problems.append(f"{_JOINING} {found[0].url}: model {model.name} has prefill engines.")
         if not model.registers:
             problems.append(f"{_JOINING} {found[0].url}: register it with the router {model.router.url} of this run.")
         if problems:
             raise ConfigError(problems)
-        # Before join(), whose thread makes the actor from it.
-        rank = self._next_rank()
-        self._external[rank] = found[0]
-        model.engines.join(rank, is_guest=True)
-        self._note_number()
+        with self._changing:
+            # Before join(), whose thread makes the actor from it.
+            rank = self._next_rank()
+            self._external[rank] = found[0]
+            model.engines.join(rank, is_guest=True)
+            self._note_number()
 
     def _grow(self, model: ServedModel, number: int) -> None:
         if not model.may_grow:
@@ -180,27 +194,40 @@ class ElasticEngines:
     def _join_new(self, model: ServedModel, ranks: Sequence[int]) -> None:
         """Reserve devices for engines, one after the other, and start them. Body of a thread."""
         for rank in ranks:
+            gpus = None
             try:
-                self._joined[rank] = self._reserve_engine(self._places[rank].num_gpus, self._args.placement_timeout)
-                model.engines.join(rank)
+                if rank in self._reserving:
+                    gpus = self._reserve_engine(self._places[rank].num_gpus, self._args.placement_timeout)
             except (RayError, SlimeError) as error:  # the engines before it go on
                 logger.warning("engine %d cannot join: %s", rank, text_of(error))
-                # Otherwise the number of the next engine would skip this one.
-                del self._places[rank]
-            finally:
+            with self._changing:
+                if gpus is not None and rank in self._reserving:
+                    self._joined[rank] = gpus
+                    model.engines.join(rank)
+                else:
+                    if gpus is not None:
+                        self._release({"joined": gpus})
+                    # Otherwise the number of the next engine would skip this one.
+                    del self._places[rank]
                 self._reserving.discard(rank)
-        self._note_number()
+                self._note_number()
+
+    def _kind_of(self, rank: int) -> str:
+        """``regular``, ``prefill`` or ``decode``."""
+        known = self._places.get(rank) or self._external.get(rank)
+        return str(known.worker_type) if known is not None else WorkerType.REGULAR
 
     def _next_rank(self) -> int:
         return max([*self._places, *self._external], default=-1) + 1
 
     def _on_gone(self, rank: int) -> None:
         """Give the devices of an engine that has left back to Ray."""
-        self._external.pop(rank, None)
-        if (gpus := self._joined.pop(rank, None)) is not None:
-            self._release({"joined": gpus})
-            del self._places[rank]
-        self._note_number()
+        with self._changing:
+            self._external.pop(rank, None)
+            if (gpus := self._joined.pop(rank, None)) is not None:
+                self._release({"joined": gpus})
+                del self._places[rank]
+            self._note_number()
 
     def _note_number(self) -> None:
         # A fact that requests read: their number in flight grows with the number of engines.

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import threading
 import time
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
@@ -72,17 +73,16 @@ class RolloutServers(EngineMemory, ElasticEngines):
         self.replaces_dead = args.use_fault_tolerance
         self._fork_server: ForkServer | ClusterForkServer | None = None
         self._models: list[ServedModel] = []
-        self._infos: list[ExternalEngineInfo] = []
         self._places: dict[int, EnginePlace] = {}
         self._external: dict[int, ExternalEngineInfo] = {}
         self._joined: dict[int, GpuSlots] = {}
         self._reserving: set[int] = set()
+        self._changing = threading.RLock()
         try:
             if args.rollout_external:
-                self._infos = external_engine_infos_from_args(args)
-                self._use_external()
+                self._use_external(external_engine_infos_from_args(args))
             elif self.awaits_engines:
-                self._use_external()
+                self._use_external([])
             else:
                 self._start_local()
         except BaseException:  # Ctrl-C as well: no router may survive
@@ -101,23 +101,29 @@ class RolloutServers(EngineMemory, ElasticEngines):
             by_rank = {place.rank: self._for_model(place, updates) for place in places[model.name]}
             router = self._router(model.name, has_pd=model.has_pd)
             self._places |= by_rank
-            engines = EngineSlots(
-                self._make_any, list(by_rank), router.url, needs_weights=updates, on_gone=self._on_gone
-            )
+            engines = self._slots_of(list(by_rank), router, needs_weights=updates)
             may_grow = bool(by_rank) and not model.has_pd
             self._models.append(
                 ServedModel(model.name, router, engines, updates, ranks=tuple(by_rank), may_grow=may_grow)
             )
+
+    def _slots_of(self, ranks: Sequence[int], router: Router, *, needs_weights: bool = True) -> EngineSlots:
+        return EngineSlots(
+            *(self._make_any, ranks, router.url),
+            needs_weights=needs_weights,
+            kind_of=self._kind_of,
+            on_gone=self._on_gone,
+        )
 
     @property
     def awaits_engines(self) -> bool:
         """Whether others register the engines with the router."""
         return not self._args.rollout_external and self._args.rollout_num_gpus == 0
 
-    def _use_external(self) -> None:
-        router = self._router(_DEFAULT_MODEL, has_pd=any(info.is_pd_worker for info in self._infos))
-        self._external |= dict(enumerate(self._infos))
-        engines = EngineSlots(self._make_any, list(self._external), router.url, on_gone=self._on_gone)
+    def _use_external(self, infos: Sequence[ExternalEngineInfo]) -> None:
+        self._external |= dict(enumerate(infos))
+        router = self._router(_DEFAULT_MODEL, has_pd=any(info.is_pd_worker for info in infos))
+        engines = self._slots_of(list(self._external), router)
         self._models.append(ServedModel(_DEFAULT_MODEL, router, engines, True, registers=not self.awaits_engines))
 
     def await_engines(self) -> None:
@@ -146,19 +152,20 @@ class RolloutServers(EngineMemory, ElasticEngines):
     def _adopt(self) -> int:
         """Add the engines that have registered since the last call. Returns the number of engines."""
         (model,) = self._models
-        known = {info.url for info in self._infos}
+        known = {info.url for info in self._external.values()}  # not those that have left: they may come back
         urls = [url for url in registered_workers(model.router.url) if url not in known]
         if urls:
             found = discover_external_engines(urls, source=_REGISTERED)
             if problems := [text for info in found for text in problems_of(info, self._args, source=_REGISTERED)]:
                 raise ConfigError(problems)
-            self._external |= dict(enumerate(found, len(known)))
-            self._infos += found
-            model.engines.start(range(len(known), len(self._infos)))
+            with self._changing:
+                new = dict(enumerate(found, self._next_rank()))
+                self._external |= new
+            model.engines.start(list(new))
             model.engines.wait_ready(self._args.engine_start_timeout)
             self._note_number()
             logger.info("engines that have registered with the router: %s", ", ".join(urls))
-        return len(self._infos)
+        return len(self._external)
 
     def _router(self, model: str, *, has_pd: bool) -> Router:
         """The router that the command line names for the first model, or a new one on this node."""

@@ -28,7 +28,9 @@ logger = logging.getLogger(__name__)
 
 _HOST = "127.0.0.1"
 _REQUEST_TIMEOUT_S = 10.0
+_STOP_TIMEOUT_S = 5.0
 _LARGEST_BODY = 64 * 1024
+_MOST_DIGITS = 9
 _USAGE = 'GET /engines, POST /engines {"count": N} or {"address": "HOST:PORT"}, DELETE /engines/NUMBER'
 
 
@@ -67,7 +69,9 @@ class EnginePort:
         logger.info("engines join and leave at %s/engines", self.url)
 
     def close(self) -> None:
-        self._server.shutdown()
+        # In a thread: a client that sends its request byte by byte would delay the end of the run.
+        threading.Thread(target=self._server.shutdown, name="engines port ends", daemon=True).start()
+        self._thread.join(_STOP_TIMEOUT_S)
         self._server.server_close()
 
 
@@ -110,7 +114,7 @@ class _Handler(BaseHTTPRequestHandler):
         match self.command, words:
             case "GET", ["engines"]:
                 pass
-            case "DELETE", ["engines", number] if number.isdecimal():
+            case "DELETE", ["engines", number] if number.isdecimal() and len(number) <= _MOST_DIGITS:
                 self.remote.call(RolloutServers.leave_engine, int(number))
             case "POST", ["engines"]:
                 self._post(self._body())
@@ -134,11 +138,11 @@ class _Handler(BaseHTTPRequestHandler):
             raise _Wrong("the header Content-Type must be application/json")
         # Without a limit one request could fill the memory of the driver.
         length = self.headers.get("Content-Length") or ""
-        if not length.isdecimal() or int(length) > _LARGEST_BODY:
+        if not length.isdecimal() or len(length) > _MOST_DIGITS or int(length) > _LARGEST_BODY:
             raise _Wrong(f"the header Content-Length must be a number up to {_LARGEST_BODY}")
         try:
             return json.loads(self.rfile.read(int(length)))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise _Wrong(f"the body is not JSON: {error}") from None
 
     def log_message(self, format: str, *args: Any) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
+import socket
 import threading
 from argparse import Namespace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,9 +20,12 @@ from slime.ray.engines import elastic
 from slime.ray.engines.elastic import ElasticEngines, ServedModel
 from slime.ray.placement_group import GpuSlots
 from slime.ray.rules import RULES
+from slime.ray.run import engine_port
 from slime.ray.run.engine_port import EnginePort
 from slime.utils.async_utils import Slots, run
 from slime.utils.errors import ConfigError, EngineError
+
+_LONG = "9" * 5000
 
 
 class Engines:
@@ -50,6 +56,7 @@ class Servers(ElasticEngines):
         self._gpus = GpuSlots(None, range(2 * width), range(2 * width))
         self._places = {i: EnginePlace(i, WorkerType.REGULAR, i * width, width) for i in range(2)}
         self._external, self._joined, self._reserving = {}, {}, set()
+        self._changing = threading.RLock()
         router = SimpleNamespace(url="http://router:1")
         model = {"ranks": (0, 1), "may_grow": True} | changes
         self.engines = Engines((0, 1))
@@ -115,6 +122,7 @@ def test_an_engine_comes_back_to_the_devices_that_the_run_has_kept(devices: list
     ("count", "changes", "message"),
     [
         (0, {}, "count 0: a run needs one engine at least"),
+        (10**6, {}, "count 1000000: a run needs one engine at least, and 10000 at most"),
         (9, {}, "need 7 free device slots, and this machine has 5"),
         (3, {"may_grow": False}, "model actor: only regular engines that this run started can join by a count"),
     ],
@@ -124,6 +132,41 @@ def test_counts_that_cannot_be(devices: list[Any], count: int, changes: dict[str
     with pytest.raises((ConfigError, EngineError), match=message):
         servers.resize(count)
     assert sorted(servers.engines.serving) == [0, 1]
+
+
+def test_a_smaller_count_takes_back_engines_that_wait_for_devices(
+    devices: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, free, ended = threading.Semaphore(0), threading.Event(), threading.Semaphore(0)
+
+    def reserve(number: int, timeout_s: float) -> GpuSlots:
+        asked.release()
+        assert free.wait(60)
+        return GpuSlots(None, range(number), range(number))
+
+    monkeypatch.setattr(Servers, "_reserve_engine", staticmethod(reserve))
+    servers = Servers()
+    note_number = servers._note_number
+    monkeypatch.setattr(servers, "_note_number", lambda: (note_number(), ended.release()))
+    servers.resize(6)
+    assert asked.acquire(timeout=60)
+    servers.resize(2)
+    assert [engine["state"] for engine in servers.engine_states()] == ["serving", "serving"]
+    servers.resize(3)
+    assert asked.acquire(timeout=60)
+    free.set()
+    for _ in range(3 + 5):  # the three requests, and the five engines that waited
+        assert ended.acquire(timeout=60)
+    assert sorted(servers.engines.serving) == sorted(servers._places) == [0, 1, 6]
+    assert devices == [-1], "the reservation that was under way"
+    assert not asked.acquire(blocking=False), "the other three asked for none"
+
+
+def test_an_engine_that_another_one_replaces_counts(devices: list[Any]) -> None:
+    servers = Servers()
+    servers.engines.serving[1] = "preempted"
+    servers.resize(2)
+    assert (devices, servers.engines.serving) == ([], {0: "serving", 1: "preempted"})
 
 
 def test_engines_that_start_do_not_leave(devices: list[Any]) -> None:
@@ -151,6 +194,9 @@ def test_a_server_of_others_joins_by_its_address_as_a_guest(monkeypatch: pytest.
     assert servers._args.rollout_num_engines == 3
     with pytest.raises(ConfigError, match="http://h:1: it is engine 1 of this run already"):
         servers.join_address("h:1")
+    servers._places[1] = replace(servers._places[1], worker_type=WorkerType.DECODE)
+    with pytest.raises(ConfigError, match="model actor has prefill engines"):
+        servers.join_address("h:8")
     answers(monkeypatch, kind="prefill")
     with pytest.raises(ConfigError, match="it is a prefill engine, only regular ones can"):
         servers.join_address("h:8")
@@ -183,6 +229,8 @@ def test_the_port_shows_changes_and_refuses(port: EnginePort) -> None:
         (b'{"count": 2, "model": "x"}', {}, 400, "has neither"),
         (b"[1]", {}, 400, "has neither"),
         (b"{", {}, 400, "the body is not JSON"),
+        (b"[" * 60_000, {}, 400, "the body is not JSON"),
+        (b'{"count": 1e9}', {}, 400, "has neither"),
         (b'{"count": 2}', {"Content-Type": "text/plain"}, 400, "Content-Type must be application/json"),
         (b'{"count": 2}', {"Host": "evil.example"}, 404, "the header Host must be 127.0.0.1"),
     ],
@@ -195,6 +243,38 @@ def test_wrong_requests_change_nothing(
     assert message in answer.json()["error"]
     assert httpx.get(f"{port.url}/nothing").status_code == 404
     assert len(httpx.get(f"{port.url}/engines").json()["engines"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"), [("DELETE", f"/engines/{_LONG}", 404), ("POST", "/engines", 400)]
+)
+def test_numbers_of_thousands_of_digits_are_refused(port: EnginePort, method: str, path: str, status: int) -> None:
+    client = http.client.HTTPConnection(port.url.removeprefix("http://"), timeout=60)
+    client.request(method, path, headers={"Content-Type": "application/json", "Content-Length": _LONG})
+    assert client.getresponse().status == status
+    client.close()
+
+
+def test_a_client_that_sends_no_end_does_not_delay_the_end_of_the_run(
+    devices: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_begun, handle = threading.Event(), engine_port._Handler.handle
+
+    def noted(handler: Any) -> None:
+        has_begun.set()
+        handle(handler)
+
+    monkeypatch.setattr(engine_port._Handler, "handle", noted)
+    monkeypatch.setattr(engine_port._Handler, "timeout", 600.0)
+    monkeypatch.setattr(engine_port, "_STOP_TIMEOUT_S", 0.1)
+    port = EnginePort(Servers(), 0)  # type: ignore[arg-type]
+    with socket.create_connection(("127.0.0.1", int(port.url.rpartition(":")[2]))) as slow:
+        slow.sendall(b"POST /engines HTTP/1.0\r\nHost: localhost\r\n")
+        assert has_begun.wait(60)
+        port.close()
+        assert port._thread.is_alive(), "the request is still under way"
+    port._thread.join(60)
+    assert not port._thread.is_alive()
 
 
 def test_a_port_in_use_is_named(port: EnginePort) -> None:

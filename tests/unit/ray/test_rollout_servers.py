@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from argparse import Namespace
 from types import SimpleNamespace
 
@@ -45,6 +46,7 @@ def servers(*models: tuple[bool, RayEngineFleet, WaitingEngines], **changes) -> 
     values |= {"use_rollout_routing_replay": False}
     made._args = Namespace(**values | changes)
     made._places, made._external, made._joined, made._reserving = {}, {}, {}, set()
+    made._changing = threading.RLock()
     made._models = [
         SimpleNamespace(
             name=str(number),
@@ -201,7 +203,6 @@ class Registered:
         )
         self.servers = servers((True, fleet(), NOBODY), rollout_num_gpus=0, engine_start_timeout=0.0)
         self.servers._args.__dict__.update(bf16=False, fp16=False, fp32=True)
-        self.servers._infos = []
         server = self.servers._models[0]
         server.router = SimpleNamespace(
             is_ours=True, url="http://router:1", wait_ready=lambda: None, raise_if_dead=lambda: None
@@ -224,6 +225,15 @@ def test_engines_are_taken_over_when_they_register_also_later(monkeypatch: pytes
     world.servers.begin_sync()
     assert world.started == [[0], [1]]
     assert world.servers._args.rollout_num_engines == 2
+
+
+def test_an_engine_that_has_left_and_registers_again_is_taken_over_again(monkeypatch: pytest.MonkeyPatch):
+    world = Registered(monkeypatch, "http://a:1", "http://b:1")
+    world.servers.await_engines()
+    world.servers._on_gone(0)
+    world.servers.begin_sync()
+    assert world.started == [[0, 1], [2]]
+    assert world.servers._external[2].url == "http://a:1"
 
 
 def test_a_registered_engine_that_does_not_fit_is_named(monkeypatch: pytest.MonkeyPatch):
