@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from slime.utils.errors import DataError
+from slime.utils.errors import DataError, reported
 
 logger = logging.getLogger(__name__)
 
@@ -82,13 +82,11 @@ class TokenTexts:
     @cached_property
     def _tokenizer(self) -> Any:
         path = Path(self._checkpoint or "") / "tokenizer.json"
-        try:
+        with reported(lambda error: logger.warning("%s cannot be read, tokens are shown as numbers: %s", path, error)):
             from tokenizers import Tokenizer
 
             return Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises plain Exception
-            logger.warning("%s cannot be read, tokens are shown as numbers: %s", path, error)
-            return None
+        return None
 
     def of(self, ids: Sequence[int]) -> list[str]:
         """One text per token. A character of several tokens is at the last of them."""

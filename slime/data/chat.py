@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from slime.utils.errors import DataError
+from slime.utils.errors import DataError, named, translated
 
 logger = logging.getLogger(__name__)
 
@@ -89,10 +89,9 @@ def _apply(tokenizer: Any, messages: Messages, **kwargs: Any) -> Any:
             f"the tokenizer {getattr(tokenizer, 'name_or_path', '')} has no chat template: give a checkpoint that has "
             "one, or plain text prompts without --apply-chat-template"
         )
-    try:
+    # the template is a program of the checkpoint
+    with translated(lambda error: DataError(f"the chat template refuses the messages: {named(error)}")):
         return tokenizer.apply_chat_template(list(messages), **kwargs)
-    except Exception as error:  # the template is a program of the checkpoint and may raise any exception
-        raise DataError(f"the chat template refuses the messages: {type(error).__name__}: {error}") from error
 
 
 # Marks around the number of a replaced token, from the private use area, which no template interprets.

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slime.utils.errors import DataError
+from slime.utils.errors import DataError, named, translated
 from slime.utils.torchvision_cpu import install as allow_torchvision_on_cpu
 
 DEFAULT_PATCH_SIZE = 14
@@ -129,10 +129,8 @@ def process_vision_info(prompt: Sequence[Message], processor: Any) -> dict[str, 
     except ImportError:
         return {"images": _images_of(prompt) or None, "videos": None}
     patch = getattr(getattr(processor, "image_processor", None), "patch_size", DEFAULT_PATCH_SIZE)
-    try:
+    with translated(lambda error: DataError(f"media cannot be read: {named(error)}")):
         images, videos = of_qwen(list(prompt), image_patch_size=patch)
-    except Exception as error:  # a foreign reader may raise any exception
-        raise DataError(f"media cannot be read: {type(error).__name__}: {error}") from error
     return {"images": images, "videos": videos}
 
 
@@ -203,10 +201,9 @@ def run_processor(processor: Any, text: str, inputs: Mapping[str, Any]) -> tuple
     Raises:
         DataError: a processor that refuses them.
     """
-    try:
+    # the processor is a program of the checkpoint
+    with translated(lambda error: DataError(f"the processor refuses the prompt: {named(error)}")):
         output = processor(text=text, **build_processor_kwargs(inputs))
-    except Exception as error:  # a program of the checkpoint may raise any exception
-        raise DataError(f"the processor refuses the prompt: {type(error).__name__}: {error}") from error
     ids = output["input_ids"][0]
     rest = {name: value for name, value in output.items() if name not in ("input_ids", "attention_mask")}
     return [int(i) for i in ids], rest or None

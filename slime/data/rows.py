@@ -15,7 +15,7 @@ from typing import Any
 
 from slime.data.prepare import Row
 from slime.data.values import parse_json, plain_value
-from slime.utils.errors import DataError
+from slime.utils.errors import DataError, kept, named, translated
 from slime.utils.prompt_sources import FILE_SUFFIXES, DatasetId, dataset_id, parse_path
 
 # Types of Parquet columns.
@@ -158,15 +158,17 @@ def _load(source: DatasetId) -> Any:
     except ImportError:
         raise ImportError(f"{source.id}: data sets need the package datasets (pip install 'slime[datasets]')") from None
     folder = Path(source.id)
-    try:
+    place = "folder" if source.is_folder else "data set of the Hub, and there is no folder of this name"
+
+    def unreadable(error: BaseException) -> DataError:
+        cause = f"{named(error)} {error.__cause__ or ''}".strip()
+        return DataError(f"{source.id}: cannot be loaded as a {place}: {cause}")
+
+    with translated(unreadable):  # errors of files, networks and formats, of many kinds
         if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
             data = datasets.load_from_disk(source.id)
         else:
             data = _result(source)
-    except Exception as error:  # the library raises errors of files, networks and formats of many kinds
-        place = "folder" if source.is_folder else "data set of the Hub, and there is no folder of this name"
-        cause = f"{error} {error.__cause__ or ''}".strip()
-        raise DataError(f"{source.id}: cannot be loaded as a {place}: {type(error).__name__}: {cause}") from error
     if not isinstance(data, dict):
         return data
     split = source.split or (_DEFAULT_SPLIT if len(data) > 1 else next(iter(data)))
@@ -193,10 +195,10 @@ def _from_hub(source: DatasetId) -> Any:
     """
     import datasets
 
-    try:
+    errors: list[Exception] = []  # raised by the caller, for every reader of this source
+    with kept(errors):
         return datasets.load_dataset(source.id, name=source.config, revision=source.revision)
-    except Exception as error:  # raised by the caller, for every reader of this source
-        return error
+    return errors[0]
 
 
 # The identity of a source: kept in the data state, and compared when a run is resumed.

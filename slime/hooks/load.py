@@ -18,12 +18,13 @@ import inspect
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from slime.hooks.protocols import HOOKS, Hook, Role
-from slime.utils.errors import ConfigError
+from slime.utils.errors import ConfigError, named, translated, undone
 
 # Prefix of the modules that files are loaded as.
 _USERS = "slime_user_"
@@ -100,10 +101,12 @@ def _is_reward_class(cls: type) -> bool:
 
 
 def _import(name: str, path: str) -> ModuleType:
-    try:
+    with _importing(f"module {name!r} of {path!r}"):
         return importlib.import_module(name)
-    except (Exception, SystemExit) as error:  # user code runs here and may raise anything
-        raise ConfigError(f"module {name!r} of {path!r} cannot be imported: {_one_line(error)}") from error
+
+
+def _importing(shown: str) -> AbstractContextManager[None]:
+    return translated(lambda error: ConfigError(f"{shown} cannot be imported: {named(error)}"), SystemExit)
 
 
 def _load_file(path: str) -> ModuleType:
@@ -117,11 +120,9 @@ def _load_file(path: str) -> ModuleType:
         raise ConfigError(f"{file} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # before it runs: its dataclasses and pickles look it up
-    try:
+    forget = functools.partial(sys.modules.pop, name)
+    with _importing(str(file)), undone(forget):
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # user code runs here and may raise anything
-        del sys.modules[name]
-        raise ConfigError(f"{file} cannot be imported: {_one_line(error)}") from error
     return module
 
 
@@ -178,10 +179,6 @@ def name_of(function: Any) -> str:
 
 def _shown(module: ModuleType) -> str:
     return str(module.__file__) if module.__name__.startswith(_USERS) else module.__name__
-
-
-def _one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 # ---- signatures of users' functions

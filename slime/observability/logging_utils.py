@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from slime.utils.errors import reported
+
 if TYPE_CHECKING:
     from slime.observability.tracking import Tracker
 
@@ -108,9 +110,6 @@ def finish_tracking(args: Namespace) -> None:
     """Close the trackers. Never raises."""
     global _TRACKER
     tracker, _TRACKER = _TRACKER, None
-    try:
-        if tracker is not None:
+    if tracker is not None:
+        with reported(lambda _: logger.exception("closing the trackers failed")):
             tracker.close()
-    # A run that is over must not fail because of its metrics.
-    except Exception:
-        logger.exception("closing the trackers failed")

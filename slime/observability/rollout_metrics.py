@@ -10,8 +10,8 @@ import logging
 import statistics
 from argparse import Namespace
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from slime.algorithms.estimators import find_estimator
@@ -23,7 +23,7 @@ from slime.observability.metric_utils import (
     has_repetition,
     request_metrics,
 )
-from slime.utils.errors import ConfigError, DataError
+from slime.utils.errors import ConfigError, DataError, reported
 from slime.utils.prompt_sources import parse_sources
 
 if TYPE_CHECKING:
@@ -199,13 +199,9 @@ def _numbers(name: str, rewards: Sequence[Any]) -> list[float]:
     return numbers
 
 
-@contextmanager
-def _excused(flag: str) -> Iterator[None]:
+def _excused(flag: str) -> AbstractContextManager[None]:
     """Log the error of a user's log function instead of raising it: metrics of slime are logged in any case."""
-    try:
-        yield
-    except Exception:
-        logger.exception("%s failed: its metrics are missing, those of slime are logged", flag)
+    return reported(lambda _: logger.exception("%s failed: its metrics are missing, those of slime are logged", flag))
 
 
 def _share(flags: Any) -> float:

@@ -18,6 +18,7 @@ from typing import TextIO
 
 from slime.observability.logging_utils import LineFormatter
 from slime.observability.terminal import SHOWN_LINES, TERMINAL
+from slime.utils.errors import reported
 
 FILE = "run.log"
 
@@ -124,15 +125,13 @@ class _Handler(logging.Handler):
     """Every record to ``run.log``, and warnings to the terminal."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        try:
+        with reported(lambda _: self.handleError(record)):  # as every handler of logging does
             RUN_LOG.write(self.format(record).splitlines())
             if record.name == SHOWN_LINES:
                 TERMINAL.line(record.getMessage())
             elif record.levelno >= logging.WARNING:
                 level = "warning" if record.levelno < logging.ERROR else "error"
                 TERMINAL.line(f"{level}: {record.getMessage()}", is_error=True)
-        except Exception:  # as every handler of logging does
-            self.handleError(record)
 
 
 @contextmanager

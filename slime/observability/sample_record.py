@@ -12,7 +12,6 @@ doctor. A file appears complete or not at all. A record that cannot be written d
 from __future__ import annotations
 
 import atexit
-import contextlib
 import copy
 import functools
 import json
@@ -21,7 +20,8 @@ import queue
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from slime.data.columns import TRAINER_VALUES
 from slime.data.sample import Sample
+from slime.utils.errors import reported
 from slime.utils.files import replacing
 
 if TYPE_CHECKING:
@@ -145,14 +146,9 @@ def sample_of_row(row: Mapping[str, Any]) -> Sample:
     return Sample.from_dict(fields)
 
 
-@contextlib.contextmanager
-def _excused(path: Path) -> Iterator[None]:
-    """Log errors instead of raising them."""
-    # samples hold arbitrary objects of users' functions, and disks fill up: neither may end a healthy run
-    try:
-        yield
-    except Exception as error:
-        logger.warning("%s was not written, the run goes on without it: %s", path, error)
+def _excused(path: Path) -> AbstractContextManager[None]:
+    """Log errors instead of raising them: samples hold arbitrary objects of users' functions, and disks fill up."""
+    return reported(lambda error: logger.warning("%s was not written, the run goes on without it: %s", path, error))
 
 
 def _write_excused(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -323,10 +319,8 @@ class BackgroundWriter:
     def _work(self) -> None:
         while True:
             job = self._jobs.get()
-            try:
+            with reported(lambda _: logger.exception("a file could not be written")):
                 job()
-            except Exception:
-                logger.exception("a file could not be written")
 
     def _finish(self) -> None:
         if not self.flush(_EXIT_TIMEOUT_S):

@@ -21,7 +21,7 @@ from typing import Any
 from slime.observability.metric_table import describe
 from slime.observability.run_info import hide_secrets, plain_settings
 from slime.observability.terminal import SHOWN_LINES
-from slime.utils.errors import ConfigError
+from slime.utils.errors import ConfigError, kept
 from slime.utils.files import replacing
 
 
@@ -154,13 +154,14 @@ class WandbSink:
     def __init__(self, args: Namespace) -> None:
         wandb = _library("wandb", "--use-wandb")
         mode = args.wandb_mode or os.environ.get("WANDB_MODE") or "online"
-        try:
+        errors: list[Exception] = []
+        with kept(errors):
             self._run = _start(wandb, args, mode)
-        except Exception as error:
-            # Offline runs need no server: the error is in the settings.
-            if mode != "online":
-                raise
-            logger.warning("W&B cannot be reached, the run is logged offline (wandb sync sends it later): %s", error)
+        if errors and mode != "online":  # offline runs need no server: the error is in the settings
+            raise errors[0]
+        if errors:
+            text = "W&B cannot be reached, the run is logged offline (wandb sync sends it later): %s"
+            logger.warning(text, errors[0])
             self._run = _start(wandb, args, "offline")
         for axis in sorted(set(AXES.values())):
             self._run.define_metric(axis)

@@ -36,6 +36,7 @@ from slime.observability.trace_events import (
     TRACE_CHILDREN_KEY,
     build_sglang_meta_trace_attrs,
 )
+from slime.utils.errors import reported
 
 __all__ = [
     "SGLANG_PD_DECODE_SEGMENTS",
@@ -427,8 +428,6 @@ def _find_handles(target: Any) -> Iterator[TraceHandle]:
 
 def _quietly(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     """The result, or None if tracing fails: its errors must not reach the caller."""
-    try:
+    with reported(lambda _: logger.debug("tracing failed", exc_info=True)):
         return function(*arguments, **named)
-    except Exception:
-        logger.debug("tracing failed", exc_info=True)
-        return None
+    return None

@@ -22,13 +22,14 @@ import os
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from slime.observability.metric_utils import compute_rollout_step
 from slime.observability.run_info import write_run_info
 from slime.observability.sinks import RUN_IDS, TRACKERS, JsonlSink, LogSink, PrometheusSink, TensorboardSink, WandbSink
-from slime.utils.errors import ConfigError
+from slime.utils.errors import ConfigError, reported, translated
 from slime.utils.files import RunLock
 
 logger = logging.getLogger(__name__)
@@ -78,10 +79,8 @@ class Tracker:
             step = self._rollout_step(step)
         values = {name: _plain(value) for name, value in metrics.items() if name != step_key}
         for sink in self._sinks:
-            try:
+            with reported(partial(self._complain, sink)):  # such as an unreachable server or a full disk
                 sink.log(values, step_key, step)
-            except Exception as error:  # an unreachable server or a full disk must not end a healthy run
-                self._complain(sink, error)
 
     def _complain(self, sink: Sink, error: Exception) -> None:
         kind = type(sink).__name__
@@ -96,10 +95,9 @@ class Tracker:
         """Close every sink, even if closing one of them fails. A second call does nothing."""
         sinks, self._sinks = self._sinks, []
         for sink in sinks:
-            try:
+            kind = type(sink).__name__
+            with reported(lambda _, kind=kind: logger.exception("closing %s failed", kind)):  # type: ignore[misc]
                 sink.close()
-            except Exception:
-                logger.exception("closing %s failed", type(sink).__name__)
         if self._lock is not None:
             self._lock.close()
 
@@ -145,6 +143,7 @@ def create_tracker(args: Namespace, *, is_new: bool = False) -> Tracker:
 
 _FILES = (
     *("metrics.jsonl", "events.out.tfevents.*", "run.json", "progress.json", "ledger.jsonl", "run.log", RUN_IDS),
+    *("schedule.jsonl", "weights.jsonl"),
     *("samples", "engines/*"),
 )
 """The files of a run in its folder, as patterns."""
@@ -186,15 +185,18 @@ def _chosen_sinks(args: Namespace, directory: Path, started: str) -> Iterator[Si
     if args.metrics_port is not None:
         yield PrometheusSink(args, directory)
     for name in dict.fromkeys(args.trackers):
-        try:
-            yield TRACKERS[name](args, directory)
-        except ConfigError:
-            raise
-        except Exception as error:  # any error of a library: a server that is away, a key that is refused
-            raise ConfigError(
-                f"--trackers {name}: the tracker could not start: {error}. Correct its environment variables "
-                "(docs/observability.md names them), or drop the flag."
-            ) from error
+        with translated(partial(_not_started, name)):  # such as a server that is away, a key that is refused
+            sink = TRACKERS[name](args, directory)
+        yield sink
+
+
+def _not_started(name: str, error: BaseException) -> ConfigError:
+    if isinstance(error, ConfigError):
+        return error
+    return ConfigError(
+        f"--trackers {name}: the tracker could not start: {error}. Correct its environment variables "
+        "(docs/observability.md names them), or drop the flag."
+    )
 
 
 def run_directory(args: Namespace, started: str = "run") -> Path:

@@ -22,7 +22,7 @@ from slime.rollout.sglang_rollout import GenerateState
 from slime.testing.checks import CHECKS, SIGNATURE_ONLY, TRAINER_CHECKS, Call
 from slime.testing.fakes import GROUP_SIZE, QUESTION, pretend_engine
 from slime.utils.async_utils import call_in_thread, run, user_frames
-from slime.utils.errors import ConfigError, SlimeError
+from slime.utils.errors import ConfigError, SlimeError, kept
 from slime.utils.prompt_sources import parse_path, parse_sources
 
 _NEEDS_ENGINE = ("custom_generate_function_path", "rollout_function_path", "eval_function_path")
@@ -96,10 +96,11 @@ def _check(hook: Hook, path: str, args: Namespace) -> Outcome:
     why_not = _why_not_called(hook, args)
     if why_not:
         return Outcome(hook.flag, path, "signature", note=why_not)
-    try:
+    errors: list[Exception] = []
+    with kept(errors):  # of the user's code
         problems = [f"{hook.flag} {path}: {problem}" for problem in run(_run_in_time(hook, path, args))]
-    except Exception as error:  # the user's code may raise anything
-        return Outcome(hook.flag, path, "bad", [_described(hook, path, error)])
+    if errors:
+        return Outcome(hook.flag, path, "bad", [_described(hook, path, errors[0])])
     return Outcome(hook.flag, path, "bad" if problems else "ok", problems)
 
 

@@ -21,7 +21,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from slime.utils.errors import DeadlineExceeded
+from slime.utils.errors import DeadlineExceeded, undone
 
 __all__ = [
     "AsyncLoopThread",
@@ -77,7 +77,7 @@ class AsyncLoopThread:
             nonlocal last_step
             last_step = time.monotonic()
 
-        try:
+        with undone(future.cancel):  # also on Ctrl-C: nothing may continue in the background
             while True:
                 self.loop.call_soon_threadsafe(note_step)
                 # not future.result(timeout): its TimeoutError could also come from the coroutine
@@ -90,9 +90,6 @@ class AsyncLoopThread:
                         f"the event loop has been blocked for {stall_s:.0f} s. A coroutine must await, or be a plain "
                         f"function (those run in threads). It is here:\n{self._stack()}"
                     )
-        except BaseException:
-            future.cancel()  # also on Ctrl-C: nothing may continue in the background
-            raise
 
     def _stack(self) -> str:
         frame = sys._current_frames().get(self._thread.ident or 0)
@@ -243,10 +240,10 @@ def exit_is_error() -> Iterator[None]:
     """
     try:
         yield
-    # CancelledError and GeneratorExit derive from BaseException, but they are control flow and must pass.
-    except (Exception, asyncio.CancelledError, GeneratorExit):
-        raise
     except BaseException as error:
+        # CancelledError and GeneratorExit derive from BaseException, but they are control flow and must pass.
+        if isinstance(error, Exception | asyncio.CancelledError | GeneratorExit):
+            raise
         is_interrupt = isinstance(error, KeyboardInterrupt)
         if is_interrupt and threading.current_thread() is threading.main_thread():
             raise

@@ -20,7 +20,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.rendezvous import rendezvous
 
 from slime.utils import accelerator
-from slime.utils.errors import ConfigError, DeadlineExceeded
+from slime.utils.errors import ConfigError, DeadlineExceeded, kept, named
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -67,13 +67,13 @@ def do_on_first_rank(action: Callable[[], None]) -> str | None:
     Returns:
         The error of ``action`` as text, on all ranks. None if it succeeded.
     """
-    failure: list[str | None] = [None]
+    errors: list[Exception] = []
     if dist.get_rank() == 0:
-        try:
+        with kept(errors):  # without the broadcast below the other ranks would wait until their timeout
             action()
-        except Exception as error:  # without the broadcast below the other ranks would wait until their timeout
-            logger.exception("rank 0 failed")
-            failure[0] = f"{type(error).__name__}: {error}"
+        if errors:
+            logger.error("rank 0 failed", exc_info=errors[0])
+    failure = [named(errors[0]) if errors else None]
     dist.broadcast_object_list(failure, src=0, group=files_group())
     return failure[0]
 

@@ -6,7 +6,9 @@ sample), the offending value, the rule and the fix.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 
 class SlimeError(Exception):
@@ -69,3 +71,56 @@ class ProcessDied(SlimeError, RuntimeError):
 
 class StartFailed(ProcessDied):
     """A process died during the start of the run. A restart would fail as well, unless an earlier start succeeded."""
+
+
+# ---- the reasons to catch any exception. A handler elsewhere names the exceptions that it expects.
+
+
+def named(error: BaseException) -> str:
+    """The kind and the text of an exception: ``ValueError: too short``."""
+    return f"{type(error).__name__}: {error}"
+
+
+@contextmanager
+def translated(convert: Callable[[BaseException], Exception], also: type[BaseException] = Exception) -> Iterator[None]:
+    """Call code of users, checkpoints or libraries, which may raise anything.
+
+    Args:
+        convert: the error to raise instead. The same one continues as it is.
+        also: another exception to catch, such as ``SystemExit``.
+    """
+    try:
+        yield
+    except (Exception, also) as error:
+        converted = convert(error)
+        if converted is error:
+            raise
+        raise converted from error
+
+
+@contextmanager
+def reported(report: Callable[[Exception], object]) -> Iterator[None]:
+    """Do work whose failure must not end the run: ``report`` gets the error, and the block ends."""
+    try:
+        yield
+    except Exception as error:
+        report(error)
+
+
+@contextmanager
+def kept(errors: list[Any], also: type[BaseException] = Exception) -> Iterator[None]:
+    """Do work that others wait for, such as other ranks in a collective: the error is appended, to be raised later."""
+    try:
+        yield
+    except (Exception, also) as error:
+        errors.append(error)
+
+
+@contextmanager
+def undone(undo: Callable[[], object]) -> Iterator[None]:
+    """Call ``undo`` if the block ends with any exception, Ctrl-C and cancellation included, which then continues."""
+    try:
+        yield
+    except BaseException:
+        undo()
+        raise

@@ -38,7 +38,7 @@ from slime.backends.training.damage import DAMAGE, causes_of, unfit, unreadable
 from slime.backends.training.pieces import Piece, write
 from slime.utils import accelerator
 from slime.utils.distributed_utils import do_on_first_rank, files_group
-from slime.utils.errors import ConfigError, SlimeError
+from slime.utils.errors import ConfigError, SlimeError, kept, named
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +91,8 @@ def _not_written(root: str, iteration: int, named: str) -> SlimeError:
 
 def _write(state: TrainState, directory: Path, *, has_optimizer: bool, has_rng: bool) -> dict[str, str] | str:
     """The checksums of this rank's files, or what went wrong. torch lets all ranks fail together."""
-    try:
+    errors: list[BaseException] = []
+    with kept(errors, CheckpointException):  # a BaseException of torch. The other ranks wait for this one
         tensors = _tensors(state, has_optimizer=has_optimizer)
         state_dict_saver.save(tensors, storage_writer=_Writer(directory), process_group=files_group())
         if has_rng:
@@ -105,10 +106,7 @@ def _write(state: TrainState, directory: Path, *, has_optimizer: bool, has_rng: 
             }
             (directory / "metadata.json").write_text(json.dumps(content, indent=2), encoding="utf-8")
         return checksums_of(written_by(directory, dist.get_rank()))
-    except CheckpointException as error:  # a BaseException: "except Exception" lets it kill the process without a word
-        return causes_of(error)
-    except Exception as error:  # the other ranks wait for this one
-        return f"{type(error).__name__}: {error}"
+    return causes_of(errors[0]) if isinstance(errors[0], CheckpointException) else named(errors[0])
 
 
 class _Writer(FileSystemWriter):

@@ -32,7 +32,7 @@ from slime.backends.megatron_utils.model.te_layers import with_classes
 from slime.hooks.load import load_function
 from slime.models.family import Family
 from slime.models.shape import SparseShape
-from slime.utils.errors import ConfigError
+from slime.utils.errors import ConfigError, translated
 
 _NORMS = ("input_layernorm", "pre_mlp_layernorm", "q_layernorm", "k_layernorm", "kv_layernorm")
 _STOCK_NORMS = (WrappedTorchNorm, FusedLayerNorm)
@@ -84,13 +84,12 @@ def user_block(layers: Any, config: Any, vp_stage: int | None = None) -> Any:
     Raises:
         ConfigError: it is neither, or uses classes of TransformerEngine.
     """
-    try:
+    wrong = ConfigError(
+        f"--spec: the function returned a {type(layers).__name__}; it must return a ModuleSpec of a layer, a "
+        "TransformerBlockSubmodules, or a function with a parameter pre_process that builds the model."
+    )
+    with translated(lambda _: wrong):  # Megatron raises a plain Exception
         block = _get_block_submodules(config, layers, vp_stage)
-    except Exception as error:  # Megatron raises nothing more precise
-        raise ConfigError(
-            f"--spec: the function returned a {type(layers).__name__}; it must return a ModuleSpec of a layer, a "
-            "TransformerBlockSubmodules, or a function with a parameter pre_process that builds the model."
-        ) from error
     kernels = {DotProductAttention: PackedAttention, MLASelfAttention: LatentSelfAttention}
     block = with_classes(block, {**kernels, **dict.fromkeys(_STOCK_NORMS, TorchNorm)})
     for layer in block.layer_specs:

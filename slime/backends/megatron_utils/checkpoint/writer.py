@@ -41,7 +41,7 @@ from slime.backends.training.checkpoint_files import checksums_of, written_by
 from slime.backends.training.pieces import Piece
 from slime.models.shape import ModelShape
 from slime.utils.distributed_utils import do_on_first_rank, files_group
-from slime.utils.errors import SlimeError
+from slime.utils.errors import SlimeError, kept
 
 logger = logging.getLogger(__name__)
 
@@ -83,15 +83,12 @@ class _Pending:
             self.num_bytes += num_bytes
 
         def write() -> None:
-            try:
+            with kept(self.error, BaseException):  # ``_complete`` raises it on all ranks
                 self.results += pieces.write(rest, partial, "live", count)
                 self.is_free.set()
                 self.results += pieces.write(copies, partial, "copied", count)
                 self.checksums |= checksums_of(written_by(partial, dist.get_rank()))
-            except BaseException as caught:  # ``_complete`` raises it on all ranks
-                self.error.append(caught)
-            finally:
-                self.is_free.set()
+            self.is_free.set()
 
         self.thread = threading.Thread(target=write, name=f"save-{self.name}", daemon=True)
         self.thread.start()
