@@ -6,7 +6,7 @@ side with a recording fake.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 
@@ -98,39 +98,40 @@ class Piece(NamedTuple):
 
     Attributes:
         name: of the engine tensor.
-        places: the ranks that hold this content. The same for all parts of a tensor.
+        shares: the ranks that hold each share of the part. The same for all parts of a tensor.
         order: number of the part.
+        tensor: ``[shares, ...]``.
         is_equal: all parts of the tensor have the same size.
     """
 
     name: str
-    places: tuple[Place, ...]
+    shares: tuple[tuple[Place, ...], ...]
     order: int
     tensor: torch.Tensor
     is_equal: bool = False
 
 
 class TensorHash(Protocol):
-    """The checksum of one engine tensor."""
+    """The checksums of all shares of one engine tensor."""
 
     needs_order: bool
     """Whether parts must be added one after the other, even if all have the same size."""
 
     def add(self, tensor: torch.Tensor, order: int | None = None) -> None:
-        """Add the next part, or number ``order`` of parts of equal sizes."""
+        """Add the next part ``[shares, ...]``, or number ``order`` of parts of equal sizes."""
 
 
 class EngineTensors(Protocol):
     """The rules by which a kind of engine lays out tensors, and its checksum."""
 
-    def pieces(self, name: str, tensor: torch.Tensor, places: Sequence[Place]) -> Iterable[Piece]:
-        """The parts of engine tensors that ``places`` make of one exported tensor."""
+    def cuts(self, places: Sequence[Place]) -> Callable[[str, torch.Tensor], Iterable[Piece]]:
+        """The function that makes of one exported tensor the parts of engine tensors that ``places`` hold."""
 
-    def hash(self) -> TensorHash:
-        """The checksum of a new tensor."""
+    def hash(self, num_shares: int) -> TensorHash:
+        """The checksums of a new tensor."""
 
-    def digests(self, hashes: Sequence[TensorHash]) -> list[str]:
-        """The checksums as the engine reports them."""
+    def digests(self, hashes: Sequence[TensorHash]) -> list[list[str]]:
+        """The checksums of all shares of each, as the engine reports them."""
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,8 @@ class RootHash:
     def __init__(self, tensors: EngineTensors, places: Sequence[Place]) -> None:
         self._tensors = tensors
         self._places = places
-        self._hashes: dict[tuple[str, tuple[Place, ...]], _Parts] = {}
+        self._pieces = tensors.cuts(places)
+        self._hashes: dict[tuple[str, tuple[tuple[Place, ...], ...]], _Parts] = {}
         self._failure: Exception | None = None
 
     def watch(self, weights: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
@@ -79,10 +80,10 @@ class RootHash:
     def _add(self, name: str, tensor: torch.Tensor) -> None:
         if not self._places:
             return
-        for piece in self._tensors.pieces(name, tensor.detach(), self._places):
-            key = piece.name, piece.places
+        for piece in self._pieces(name, tensor.detach()):
+            key = piece.name, piece.shares
             if key not in self._hashes:
-                self._hashes[key] = _Parts(self._tensors.hash())
+                self._hashes[key] = _Parts(self._tensors.hash(len(piece.shares)))
             self._hashes[key].add(piece)
 
     def checksums(self) -> Checksums:
@@ -91,10 +92,11 @@ class RootHash:
             raise self._failure
         found: dict[Place, dict[str, str]] = {place: {} for place in self._places}
         digests = self._tensors.digests([parts.hash for parts in self._hashes.values()])
-        for ((name, places), parts), digest in zip(self._hashes.items(), digests, strict=True):
-            for place in places:
-                # a missing part must differ from every checksum of the engine
-                found[place][name] = digest if parts.is_complete else "incomplete"
+        for ((name, shares), parts), each in zip(self._hashes.items(), digests, strict=True):
+            for group, digest in zip(shares, each, strict=True):
+                for place in group:
+                    # a missing part must differ from every checksum of the engine
+                    found[place][name] = digest if parts.is_complete else "incomplete"
         return found
 
 

@@ -9,9 +9,9 @@ which slime's plugin replaces by a hash that is ten times as fast.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from slime.backends.protocols import DRAFT, Piece, Place, TensorHash
 
@@ -64,15 +64,37 @@ _EMBEDDINGS = ("embed_tokens", "lm_head", "visual.pos_embed")
 _MLP_PADDING = 32  # on a CPU SGLang pads the inner size of MLPs with zeros to a multiple of this on each rank
 
 
-class _Share(NamedTuple):
-    """Part ``rank`` of ``size`` equal ones."""
+class _Division(NamedTuple):
+    """A division into ``size`` equal shares, of which some ranks hold those with the numbers ``held``.
 
-    rank: int
+    Attributes:
+        groups: the ranks that hold each of them.
+    """
+
     size: int
+    held: tuple[int, ...]
+    groups: tuple[tuple[Place, ...], ...]
+
+    def of(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """The held shares, ``[held, ...]``. A view if possible."""
+        return _chosen(tensor, dim, self.size, self.held)
 
 
-_Shares: TypeAlias = Iterable[tuple[_Share, tuple[Place, ...]]]
-"""Each share, and the places that hold it."""
+def _chosen(tensor: torch.Tensor, dim: int, size: int, numbers: Sequence[int]) -> torch.Tensor:
+    """Shares ``numbers`` of ``size`` equal ones."""
+    width = tensor.shape[dim] // size
+    if len(numbers) == 1:
+        return tensor.narrow(dim, numbers[0] * width, width)[None]
+    shares: torch.Tensor = tensor.narrow(dim, 0, size * width).unflatten(dim, (size, width)).movedim(dim, 0)
+    return shares if list(numbers) == list(range(size)) else shares[list(numbers)]
+
+
+def _divisions(shares: Iterable[tuple[Place, int, int]]) -> list[_Division]:
+    """One for each size among (place, number, size)."""
+    found: dict[int, dict[int, list[Place]]] = {}
+    for place, number, size in shares:
+        found.setdefault(size, {}).setdefault(number, []).append(place)
+    return [_Division(size, tuple(each), tuple(map(tuple, each.values()))) for size, each in found.items()]
 
 
 @dataclass(frozen=True)
@@ -98,99 +120,130 @@ class SGLangTensors:
         num_experts = 0 if shape.moe is None else shape.moe.num_experts
         return cls(shape.num_layers, shape.num_query_groups, num_experts, shape.mla, on_cpu)
 
-    def pieces(self, name: str, tensor: torch.Tensor, places: Sequence[Place]) -> Iterator[Piece]:
-        """The parts of parameters that ``places`` hold of one tensor under its Hugging Face name."""
-        draft = f"{DRAFT}." if self._is_prediction(name) else ""
-        for part, engine_part in _VISION_LANGUAGE:
-            name = name.replace(part, engine_part)
-        if tensor.dtype.itemsize == 1 or _QUANTIZED.fullmatch(name):
-            return
-        for piece in self._pieces(name, tensor, places):
-            yield piece._replace(name=draft + piece.name)
+    def cuts(self, places: Sequence[Place]) -> Callable[[str, torch.Tensor], Iterator[Piece]]:
+        """The function that makes of a tensor under its Hugging Face name the parts that ``places`` hold."""
+        return _Cuts(self, places).pieces
 
-    def _pieces(self, name: str, tensor: torch.Tensor, places: Sequence[Place]) -> Iterator[Piece]:
-        if expert := _EXPERT.fullmatch(name):
-            yield from self._expert(expert, tensor, places)
-            return
-        prefix, module, kind = _split(name)
-        if name.startswith("visual."):
-            yield from _vision(name, module, kind, tensor, places)
-        elif any(part in name for part in _EMBEDDINGS):
-            shares = _shares(places, "head_copies" if "lm_head" in name else "attention_copies")
-            yield from (Piece(name, group, 0, _embedding(tensor, share)) for share, group in shares)
-        elif module == "gate_up_proj":
-            for half, rows in zip(("gate_proj", "up_proj"), tensor.chunk(2), strict=True):
-                yield from self._pieces(f"{prefix}{half}{kind}", rows, places)
-        else:
-            engine_module, position = self._fused(module)
-            for part, group in self._slices(module, kind, tensor, places):
-                yield Piece(f"{prefix}{engine_module}{kind}", group, position, part)
-
-    def hash(self) -> TensorHash:
-        """The checksum of a parameter."""
+    def hash(self, num_shares: int = 1) -> TensorHash:
+        """The checksums of a parameter."""
         if self.on_cpu:
-            return HostHash()
+            return HostHash(num_shares)
         from slime.backends.sglang_utils.gpu_checksum import TileHash  # imports triton
 
-        return TileHash()
+        return TileHash(num_shares)
 
-    def digests(self, hashes: Sequence[Any]) -> list[str]:
+    def digests(self, hashes: Sequence[Any]) -> list[list[str]]:
         """The checksums as the engine reports them."""
         if self.on_cpu:
-            return [each.digest() for each in hashes]
+            return [each.digests() for each in hashes]
         from slime.backends.sglang_utils.gpu_checksum import tile_digests
 
         return tile_digests(hashes)
 
-    def _is_prediction(self, name: str) -> bool:
+    def is_prediction(self, name: str) -> bool:
         layer = _LAYER.match(name)
         return ".mtp_layers." in name or name.startswith("mtp.") or (layer and int(layer[1]) >= self.num_layers) is True
 
-    def _fused(self, module: str) -> tuple[str, int]:
+    def fused(self, module: str) -> tuple[str, int]:
         """(engine module, position in it)."""
         alone = module, 0
         if self.mla is None or module in _MLP:
             return _FUSED.get(module, alone)
         return alone if self.mla.q_lora_rank is None else _FUSED_LATENT.get(module, alone)
 
-    def _slices(
-        self, module: str, kind: str, tensor: torch.Tensor, places: Sequence[Place]
-    ) -> Iterator[tuple[torch.Tensor, tuple[Place, ...]]]:
-        is_by_columns = module in _BY_COLUMNS and kind == ".weight"
-        if not (is_by_columns or module in _BY_ROWS or module in _BY_HEADS):
-            yield tensor, tuple(places)
+    def padded_inner(self, tensor: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+        return _padded(tensor, dim=dim, to=_MLP_PADDING * size) if self.on_cpu else tensor
+
+
+class _Cuts:
+    """The shares of ``places``, worked out once for all tensors: an update has tens of thousands."""
+
+    def __init__(self, rules: SGLangTensors, places: Sequence[Place]) -> None:
+        self._rules = rules
+        self._whole = [_Division(1, (0,), (tuple(places),))]
+
+        def copied(copies: Callable[[Place], int]) -> list[_Division]:
+            sizes = ((place, place.size // copies(place)) for place in places)
+            return _divisions((place, place.rank % size, size) for place, size in sizes)
+
+        self._all_ranks = copied(lambda place: 1)
+        self._attention = copied(lambda place: place.attention_copies)
+        self._head = copied(lambda place: place.head_copies)
+        # (first expert of the block, ranks of the engine) -> its ranks
+        blocks: dict[tuple[int, int, int], list[tuple[Place, int, int]]] = {}
+        for place in places:
+            number, width = place.rank * place.blocks // place.size, place.size // place.blocks
+            first, end = (each * rules.num_experts // place.blocks for each in (number, number + 1))
+            blocks.setdefault((first, end, place.size), []).append((place, place.rank % width, width))
+        self._experts: list[list[tuple[int, int, _Division]]] = [[] for _ in range(rules.num_experts)]
+        for (first, end, size), shares in blocks.items():
+            for expert in range(first, end):
+                self._experts[expert] += [(first, size, division) for division in _divisions(shares)]
+
+    def pieces(self, name: str, tensor: torch.Tensor) -> Iterator[Piece]:
+        draft = f"{DRAFT}." if self._rules.is_prediction(name) else ""
+        for part, engine_part in _VISION_LANGUAGE:
+            name = name.replace(part, engine_part)
+        if tensor.dtype.itemsize == 1 or _QUANTIZED.fullmatch(name):
             return
-        for share, group in _shares(places, None if module in _MLP else "attention_copies"):
-            whole = self._padded_inner(tensor, int(is_by_columns), share) if module in _MLP else tensor
+        for piece in self._pieces(name, tensor):
+            yield piece._replace(name=draft + piece.name) if draft else piece
+
+    def _pieces(self, name: str, tensor: torch.Tensor) -> Iterator[Piece]:
+        if expert := _EXPERT.fullmatch(name):
+            yield from self._expert(expert, tensor)
+            return
+        prefix, module, kind = _split(name)
+        if name.startswith("visual."):
+            yield from self._vision(name, module, kind, tensor)
+        elif any(part in name for part in _EMBEDDINGS):
+            for division in self._head if "lm_head" in name else self._attention:
+                yield Piece(name, division.groups, 0, division.of(_embedding(tensor, division.size), 0))
+        elif module == "gate_up_proj":
+            for half, rows in zip(("gate_proj", "up_proj"), tensor.chunk(2), strict=True):
+                yield from self._pieces(f"{prefix}{half}{kind}", rows)
+        else:
+            engine_module, position = self._rules.fused(module)
+            for groups, part in self._divided(module, kind, tensor):
+                yield Piece(f"{prefix}{engine_module}{kind}", groups, position, part)
+
+    def _divided(
+        self, module: str, kind: str, tensor: torch.Tensor
+    ) -> Iterator[tuple[tuple[tuple[Place, ...], ...], torch.Tensor]]:
+        by_columns = module in _BY_COLUMNS and kind == ".weight"
+        is_divided = by_columns or module in _BY_ROWS or module in _BY_HEADS
+        is_mlp = module in _MLP
+        for division in self._whole if not is_divided else self._all_ranks if is_mlp else self._attention:
             if module in _BY_HEADS:
                 # with more ranks than heads, neighbors hold the same head
-                count = min(share.size, self.num_kv_heads)
-                yield _part(whole, 0, _Share(share.rank * count // share.size, count)), group
+                count = min(division.size, self._rules.num_kv_heads)
+                heads = [number * count // division.size for number in division.held]
+                yield division.groups, _chosen(tensor, 0, count, heads)
             else:
-                yield _part(whole, int(is_by_columns), share), group
+                pads = is_mlp and is_divided
+                whole = self._rules.padded_inner(tensor, int(by_columns), division.size) if pads else tensor
+                yield division.groups, division.of(whole, int(by_columns))
 
-    def _padded_inner(self, tensor: torch.Tensor, dim: int, share: _Share) -> torch.Tensor:
-        return _padded(tensor, dim=dim, to=_MLP_PADDING * share.size) if self.on_cpu else tensor
-
-    def _expert(self, expert: re.Match[str], tensor: torch.Tensor, places: Sequence[Place]) -> Iterator[Piece]:
+    def _expert(self, expert: re.Match[str], tensor: torch.Tensor) -> Iterator[Piece]:
         # [experts of the rank, 2 * ffn, hidden] and [experts of the rank, hidden, ffn]
         engine_name, position = _EXPERT_MODULES[expert["module"]]
-        is_down = engine_name == "w2_weight"
-        found: dict[tuple[int, int, _Share], list[Place]] = {}
-        for place in places:
-            block = place.rank * place.blocks // place.size
-            first, end = (number * self.num_experts // place.blocks for number in (block, block + 1))
-            if first <= int(expert["number"]) < end:
-                width = place.size // place.blocks
-                key = first, place.size, _Share(place.rank % width, width)
-                found.setdefault(key, []).append(place)
-        for (first, size, share), group in found.items():
+        number, is_down = int(expert["number"]), engine_name == "w2_weight"
+        for first, size, division in self._experts[number]:
             # the inner size is dimension 0 of gate and up, and dimension 1 of down
-            inner = self._padded_inner(tensor, int(is_down), _Share(0, size))
-            index = int(expert["number"]) - first
-            order = index if is_down else 2 * index + position
-            part = _part(inner, int(is_down), share)
-            yield Piece(expert["prefix"] + engine_name, tuple(group), order, part, is_equal=True)
+            inner = self._rules.padded_inner(tensor, int(is_down), size)
+            order = number - first if is_down else 2 * (number - first) + position
+            part = division.of(inner, int(is_down))
+            yield Piece(expert["prefix"] + engine_name, division.groups, order, part, is_equal=True)
+
+    def _vision(self, name: str, module: str, kind: str, tensor: torch.Tensor) -> Iterator[Piece]:
+        if module == "pos_embed":
+            tensor = _padded(tensor, dim=0, to=_EMBEDDING_PADDING)
+        by_columns = kind == ".weight" and (module == "linear_fc2" or name.endswith(".attn.proj.weight"))
+        is_divided = by_columns or module in ("qkv_proj", "linear_fc1")
+        for division in self._all_ranks if is_divided else self._whole:
+            # queries, keys and values, each divided by heads
+            for position, part in enumerate(tensor.chunk(3) if module == "qkv_proj" else (tensor,)):
+                yield Piece(name, division.groups, position, division.of(part, int(by_columns)))
 
 
 def read_checksums(ranks: list[Any]) -> list[tuple[int, dict[str, str]]]:
@@ -208,57 +261,30 @@ def read_checksums(ranks: list[Any]) -> list[tuple[int, dict[str, str]]]:
 
 
 class HostHash:
-    """xxh3-64 of a tensor's bytes, in hex (protocol TensorHash)."""
+    """xxh3-64 of the bytes of each share, in hex (protocol TensorHash)."""
 
     needs_order = True
 
-    def __init__(self) -> None:
+    def __init__(self, num_shares: int = 1) -> None:
         import xxhash  # not at the top: the driver does not hash
 
-        self._hash = xxhash.xxh3_64()
+        self._hashes = [xxhash.xxh3_64() for _ in range(num_shares)]
 
     def add(self, tensor: torch.Tensor, order: int | None = None) -> None:
         from slime.utils.memory_utils import bytes_of
 
-        self._hash.update(bytes_of(tensor).data)
+        for share, hasher in zip(tensor, self._hashes, strict=True):
+            hasher.update(bytes_of(share).data)
 
-    def digest(self) -> str:
-        return self._hash.hexdigest()
-
-
-def _shares(places: Sequence[Place], copies: Literal["attention_copies", "head_copies"] | None) -> _Shares:
-    """The shares of a tensor that all ranks of an engine divide, or those of each of its copies."""
-    found: dict[_Share, list[Place]] = {}
-    for place in places:
-        size = place.size // (1 if copies is None else getattr(place, copies))
-        found.setdefault(_Share(place.rank % size, size), []).append(place)
-    return [(share, tuple(group)) for share, group in found.items()]
+    def digests(self) -> list[str]:
+        return [each.hexdigest() for each in self._hashes]
 
 
-def _vision(name: str, module: str, kind: str, tensor: torch.Tensor, places: Sequence[Place]) -> Iterator[Piece]:
-    if module == "pos_embed":
-        yield Piece(name, tuple(places), 0, _padded(tensor, dim=0, to=_EMBEDDING_PADDING))
-        return
-    is_by_columns = kind == ".weight" and (module == "linear_fc2" or name.endswith(".attn.proj.weight"))
-    if not (is_by_columns or module in ("qkv_proj", "linear_fc1")):
-        yield Piece(name, tuple(places), 0, tensor)
-        return
-    for share, group in _shares(places, None):
-        # queries, keys and values, each divided by heads
-        for position, part in enumerate(tensor.chunk(3) if module == "qkv_proj" else (tensor,)):
-            yield Piece(name, group, position, _part(part, int(is_by_columns), share))
-
-
-def _embedding(tensor: torch.Tensor, share: _Share) -> torch.Tensor:
+def _embedding(tensor: torch.Tensor, size: int) -> torch.Tensor:
     padding = _EMBEDDING_PADDING
-    if -(-tensor.shape[0] // padding) * padding % share.size:
-        padding *= share.size
-    return _part(_padded(tensor, dim=0, to=padding), 0, share)
-
-
-def _part(tensor: torch.Tensor, dim: int, share: _Share) -> torch.Tensor:
-    size = tensor.shape[dim] // share.size
-    return tensor.narrow(dim, share.rank * size, size) if share.size > 1 else tensor
+    if -(-tensor.shape[0] // padding) * padding % size:
+        padding *= size
+    return _padded(tensor, dim=0, to=padding)
 
 
 def _padded(tensor: torch.Tensor, *, dim: int, to: int) -> torch.Tensor:

@@ -33,11 +33,19 @@ def _mixed(x):  # type: ignore[no-untyped-def]
     return x
 
 
-@triton.jit(do_not_specialize=["begin", "count"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["begin", "count", "room"])  # type: ignore[untyped-decorator]
 def add_words(  # type: ignore[no-untyped-def]
-    words, sums, begin, count, seed1: tl.constexpr, seed2: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr
+    words, sums, begin, count, room, seed1: tl.constexpr, seed2: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Add the hashes of ``count`` words, which begin at word ``begin`` of the tensor, to the sums of their tiles."""
+    """Add the hashes of words to the sums of their tiles.
+
+    Args:
+        words: [shares, count]. Those of a share begin at word ``begin`` of its tensor.
+        sums: [shares, room tiles, 2].
+    """
+    share = tl.program_id(axis=1).to(tl.int64)
+    words += share * count
+    sums += share * room * 2
     # blocks are those of the whole tensor, so none belongs to two tiles
     block = begin // BLOCK + tl.program_id(axis=0).to(tl.int64)
     place = block * BLOCK + tl.arange(0, BLOCK)
@@ -60,76 +68,77 @@ def add_words(  # type: ignore[no-untyped-def]
 
 
 class TileHash:
-    """The checksum of one tensor (protocol TensorHash)."""
+    """The checksums of all shares of one tensor (protocol TensorHash)."""
 
     needs_order = False
 
-    def __init__(self) -> None:
-        self._num_words = 0
-        self._sums: torch.Tensor | None = None
-        self._rest: torch.Tensor | None = None
+    def __init__(self, num_shares: int = 1) -> None:
+        self.num_shares = num_shares
+        self._num_words = 0  # of a share
+        self._sums: torch.Tensor | None = None  # [shares, tiles and more, 2]
+        self._rest: torch.Tensor | None = None  # [shares, bytes of a word]
 
     def add(self, tensor: torch.Tensor, order: int | None = None) -> None:
-        data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        data = tensor.detach().contiguous().reshape(self.num_shares, -1).view(torch.uint8)
+        size = data.shape[1]
         if order is not None:
-            if data.numel() % _WORD:
-                raise ValueError(f"parts of {data.numel()} bytes, which is no multiple of {_WORD}, need their order")
-            self._add_words(_words(data), order * data.numel() // _WORD)
+            if size % _WORD:
+                raise ValueError(f"parts of {size} bytes, which is no multiple of {_WORD}, need their order")
+            self._add_words(_words(data), order * size // _WORD)
             return
         if self._rest is not None:
-            data = torch.cat([self._rest, data])
-        whole = data.numel() // _WORD * _WORD
-        self._rest = data[whole:].clone() if whole < data.numel() else None
+            data = torch.cat([self._rest, data], 1)
+        whole = data.shape[1] // _WORD * _WORD
+        self._rest = data[:, whole:].clone() if whole < data.shape[1] else None
         if whole:
-            self._add_words(_words(data[:whole]), self._num_words)
+            self._add_words(_words(data[:, :whole]), self._num_words)
 
     def _add_words(self, words: torch.Tensor, begin: int) -> None:
-        count = words.numel()
+        count = words.shape[1]
         self._num_words = max(self._num_words, begin + count)
-        # longer with every part: the size of the whole tensor is not known
-        num_tiles = -(-self._num_words // _TILE)
-        if self._sums is None or len(self._sums) < num_tiles:
-            # twice as long each time, so that a tensor of many parts is not copied for each of them
-            sums = torch.zeros(max(num_tiles, 2 * self._room()), 2, dtype=torch.int32, device=words.device)
+        num_tiles, room = -(-self._num_words // _TILE), 0 if self._sums is None else self._sums.shape[1]
+        if self._sums is None or room < num_tiles:
+            # The size of the whole tensor is not known. Twice as long each time, so that few parts copy the sums.
+            longer = words.new_zeros(self.num_shares, max(num_tiles, 2 * room), 2)
             if self._sums is not None:
-                sums[: len(self._sums)] = self._sums
-            self._sums = sums
-        blocks = -(-(begin + count) // _BLOCK) - begin // _BLOCK
-        add_words[(blocks,)](words, self._sums, begin, count, seed1=_SEED, seed2=_SECOND_SEED, TILE=_TILE, BLOCK=_BLOCK)
+                longer[:, :room] = self._sums
+            self._sums, room = longer, longer.shape[1]
+        grid = -(-(begin + count) // _BLOCK) - begin // _BLOCK, self.num_shares
+        seeds = {"seed1": _SEED, "seed2": _SECOND_SEED}
+        add_words[grid](words, self._sums, begin, count, room, **seeds, TILE=_TILE, BLOCK=_BLOCK)
 
-    def _room(self) -> int:
-        return 0 if self._sums is None else len(self._sums)
-
-    def tiles(self) -> torch.Tensor:
-        """SGLang's hashes of the tiles, before they are added up: int64 [number of tiles]."""
+    def totals(self) -> torch.Tensor | None:
+        """The sum of SGLang's hashes of the tiles: int64 [shares]. None without a word."""
         if self._rest is not None:  # the end of a tensor is filled up with zeros
-            filled = torch.nn.functional.pad(self._rest, (0, _WORD - self._rest.numel()))
+            filled = torch.nn.functional.pad(self._rest, (0, _WORD - self._rest.shape[1]))
             self._rest = None
             self._add_words(filled.view(torch.int32), self._num_words)
         if self._sums is None:
-            return torch.zeros(0, dtype=torch.int64)
-        sums = self._sums[: -(-self._num_words // _TILE)]
+            return None
+        sums = self._sums[:, : -(-self._num_words // _TILE)]
         # int64: SGLang's unsigned words, and sums that wrap around as its sums do
         parts = _finished((sums.long() & _MASK) ^ (self._num_words * _WORD & _MASK))
-        return (parts[:, 0] << 32) | parts[:, 1]
+        return ((parts[..., 0] << 32) | parts[..., 1]).sum(1)
 
 
-def tile_digests(hashes: Sequence[TileHash]) -> list[str]:
+def tile_digests(hashes: Sequence[TileHash]) -> list[list[str]]:
     """The checksums. The host waits for the device once per 256 tensors."""
-    return [text for begin in range(0, len(hashes), 256) for text in _digests(hashes[begin : begin + 256])]
+    return [texts for begin in range(0, len(hashes), 256) for texts in _digests(hashes[begin : begin + 256])]
 
 
-def _digests(hashes: Sequence[TileHash]) -> Iterator[str]:
-    tiles = [each.tiles() for each in hashes]
-    on_device = [each.sum() for each in tiles if len(each)]
-    totals = iter(torch.stack(on_device).tolist() if on_device else [])
-    for each in tiles:
-        yield f"{_split_mixed(next(totals) & _MASK_64) if len(each) else 0:016x}"
+def _digests(hashes: Sequence[TileHash]) -> Iterator[list[str]]:
+    totals = [each.totals() for each in hashes]
+    on_device = [each for each in totals if each is not None]
+    values = iter(torch.cat(on_device).tolist() if on_device else [])
+    for each, of_hash in zip(hashes, totals, strict=True):
+        own = [0 if of_hash is None else _split_mixed(next(values) & _MASK_64) for _ in range(each.num_shares)]
+        yield [f"{value:016x}" for value in own]
 
 
 def _words(data: torch.Tensor) -> torch.Tensor:
     # a view in words needs an aligned address, which a slice of bytes may lack
-    return (data if data.data_ptr() % _WORD == 0 else data.clone()).view(torch.int32)
+    flat = data.reshape(-1)
+    return (flat if flat.data_ptr() % _WORD == 0 else flat.clone()).view(torch.int32).view(len(data), -1)
 
 
 def _finished(x: torch.Tensor) -> torch.Tensor:

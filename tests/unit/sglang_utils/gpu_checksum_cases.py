@@ -51,16 +51,22 @@ def main() -> None:
     ):
         tensor, begin, checksum = torch.randn(shape).to(dtype), 0, TileHash()
         for end in ends:
-            checksum.add(tensor[begin:end])
+            checksum.add(tensor[None, begin:end])
             begin = end
         hashes.append(checksum)
         expected.append(stock_checksum(stock, tensor))
     tensor, checksum = torch.randn(5, 3000), TileHash()
     for order in (3, 0, 4, 2, 1):  # equal parts in any order
-        checksum.add(tensor[order], order)
+        checksum.add(tensor[None, order], order)
     hashes += [checksum, TileHash()]
     expected += [stock_checksum(stock, tensor), f"{0:016x}"]
-    for mine, theirs in zip(tile_digests(hashes), expected, strict=True):
+    tensor, checksum = torch.randn(6, 4100).bfloat16(), TileHash(2)  # shares of columns, in two parts
+    checksum.add(tensor[:5].unflatten(1, (2, -1)).movedim(1, 0))
+    checksum.add(tensor[5:].unflatten(1, (2, -1)).movedim(1, 0))
+    hashes.append(checksum)
+    expected += [stock_checksum(stock, half.contiguous()) for half in tensor.chunk(2, 1)]
+    found = [text for texts in tile_digests(hashes) for text in texts]
+    for mine, theirs in zip(found, expected, strict=True):
         print("equal" if mine == theirs else "differs")
 
 

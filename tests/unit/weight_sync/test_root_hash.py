@@ -25,15 +25,18 @@ NAMES = ["embed", *LAYERS]
 class Halves:
     """Engines whose ranks hold equal parts of the rows, and tensors of prediction layers under another name."""
 
+    def cuts(self, places: Sequence[Place]) -> Any:
+        return lambda name, tensor: self.pieces(name, tensor, places)
+
     def pieces(self, name: str, tensor: torch.Tensor, places: Sequence[Place]) -> Iterator[Piece]:
         for place in places:
-            yield Piece(name, (place,), 0, tensor.chunk(place.size)[place.rank])
+            yield Piece(name, ((place,),), 0, tensor.chunk(place.size)[place.rank][None])
 
-    def hash(self) -> Any:
+    def hash(self, num_shares: int) -> Any:
         return Plain()
 
-    def digests(self, hashes: Sequence[Any]) -> list[str]:
-        return [each.digest() for each in hashes]
+    def digests(self, hashes: Sequence[Any]) -> list[list[str]]:
+        return [[each.digest()] for each in hashes]
 
 
 class Plain:
@@ -301,9 +304,9 @@ class Experts(Halves):
     """Number of the expert -> part of one tensor."""
 
     def pieces(self, name: str, tensor: torch.Tensor, places: Sequence[Place]) -> Iterator[Piece]:
-        yield Piece("experts", tuple(places), int(name), tensor, is_equal=True)
+        yield Piece("experts", (tuple(places),), int(name), tensor[None], is_equal=True)
 
-    def hash(self) -> Any:
+    def hash(self, num_shares: int) -> Any:
         return Sized()
 
 

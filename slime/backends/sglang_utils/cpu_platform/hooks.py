@@ -50,8 +50,8 @@ def _checksum(tensor: torch.Tensor) -> str:
     from slime.backends.sglang_utils.checksum import HostHash
 
     hasher = HostHash()
-    hasher.add(tensor)
-    return hasher.digest()
+    hasher.add(tensor[None])
+    return hasher.digests()[0]
 
 
 def _nap(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
