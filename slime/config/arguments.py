@@ -58,6 +58,9 @@ class ClusterArgs:
     offload_train: bool | None = _flag(
         None, "The trainer's state is in host memory while engines generate. Default: with --colocate."
     )
+    offload_communicators: bool = _flag(
+        False, "With --offload-train, NCCL gives its memory back, too (NCCL 2.29.7 or later; not tried on a GPU yet)."
+    )
     offload_rollout: bool | None = _flag(
         None, "Engines on the trainer's devices release their memory while it works. Default: with --colocate."
     )

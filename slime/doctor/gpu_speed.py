@@ -28,6 +28,7 @@ from slime.doctor.gpu_training import (
 from slime.models.cost import calculate_fwd_flops, num_active
 from slime.models.hf_shape import read_shape
 from slime.utils import accelerator
+from slime.utils.errors import ConfigError
 from slime.weight_sync.chunks import into_chunks
 from slime.weight_sync.send_tensor import handle_of, payloads, shareable
 
@@ -114,6 +115,28 @@ def offload(is_small: bool) -> Iterator[Result]:
         lambda: rate >= 20,
         "a second offload copies at least 20 GB/s to pinned memory",
         {"first_s": round(first, 2), "again_s": round(again, 2), "onload_s": round(back, 2), "GB/s": round(rate, 1)},
+    )
+    yield _communicators(trainer, left)
+
+
+def _communicators(trainer: Any, left: int) -> Result:
+    """``--offload-communicators``: device memory that is left beside it, and sums over ranks afterwards."""
+    check = "offload.communicators"
+    try:
+        trainer._device.take_communicators()
+    except ConfigError as error:
+        return Result(check, "skipped", str(error))
+    trainer.offload()
+    suspended = _held()
+    trainer.onload()
+    number = torch.ones(1, device=accelerator.current().device())
+    torch.distributed.all_reduce(number)
+    is_right = float(number) == torch.distributed.get_world_size()
+    return judged_on_cuda(
+        check,
+        lambda: is_right and suspended <= left,
+        "ranks compute a sum after NCCL gave its memory up and took it back",
+        {"left_gib": gib(left), "suspended_gib": gib(suspended)},
     )
 
 

@@ -9,8 +9,8 @@ Only storages are emptied and filled again. Tensors, the views that a backend cu
 references to them stay unchanged, so the next step is bit for bit the same. On a CPU the same code runs, but only the
 gradients' memory is gained.
 
-Called by ``trainer``. Each backend names its tensors. Process groups and the copies of other weights
-(:class:`WeightBackup`) are not touched.
+Called by ``trainer``. Each backend names its tensors. The copies of other weights (:class:`WeightBackup`) are not
+touched, and the memory of NCCL's communicators is given up on request only.
 """
 
 from __future__ import annotations
@@ -21,12 +21,16 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
+from torch.distributed import distributed_c10d as c10d
 
 from slime.backends.protocols import TRAINER_PARTS, TrainerPart
 from slime.utils import accelerator
-from slime.utils.errors import SlimeError
+from slime.utils.errors import ConfigError, SlimeError
+
+_SUSPENDING_NCCL = (2, 29, 7)
 
 
 class HostPool:
@@ -85,6 +89,8 @@ class DeviceMemory:
         self._drop_gradients = drop_gradients
         self._offloaded: dict[TrainerPart, list[tuple[torch.UntypedStorage, int]]] = {}
         self._host: dict[TrainerPart, list[torch.Tensor]] = {}
+        self._communicators: list[Any] = []
+        self._are_suspended = False
         self._has_frozen = False
 
     def pin_ahead(self, num_moments: int) -> None:
@@ -96,6 +102,19 @@ class DeviceMemory:
         sizes = [storage.nbytes() for storage in self._storages("weights")]
         of_optimizer = [storage.nbytes() for storage in self._storages("optimizer")]
         _pool.fill(sizes + (1 + num_moments) * of_optimizer)
+
+    def take_communicators(self) -> None:
+        """Give up the memory of this process's NCCL communicators, too, from now on while all parts are offloaded.
+
+        Those of later groups, as of a weight sync to other devices, keep it.
+
+        Raises:
+            ConfigError: NCCL is too old.
+        """
+        self._communicators = list(_communicators())
+        if self._communicators and (found := torch.cuda.nccl.version()) < _SUSPENDING_NCCL:
+            wanted, is_here = (".".join(map(str, version)) for version in (_SUSPENDING_NCCL, found))
+            raise ConfigError(f"--offload-communicators needs NCCL {wanted} or later, and this is {is_here}: drop it.")
 
     def offload(self, parts: Sequence[TrainerPart] = TRAINER_PARTS) -> None:
         """Give the device memory of ``parts`` back to the driver. Offloaded parts stay so."""
@@ -113,12 +132,15 @@ class DeviceMemory:
                     storage.resize_(0)
             else:
                 self._host[part] = list(_moved_out(storages))
+        if len(self._offloaded) == len(TRAINER_PARTS):
+            self._suspend(True)
         self._collect_garbage()
         # back to the driver: the engines are other processes
         accelerator.current().empty_cache()
 
     def onload(self, parts: Sequence[TrainerPart] = TRAINER_PARTS) -> None:
         """Take the memory back and fill it as it was. Gradients are zeros. Parts on the device stay so."""
+        self._suspend(False)
         for part in parts:
             if part not in self._offloaded:
                 continue
@@ -144,6 +166,14 @@ class DeviceMemory:
         if missing:
             raise SlimeError(f"{who} needs the trainer's {' and '.join(missing)} on the device: call onload() first.")
 
+    def _suspend(self, is_wanted: bool) -> None:
+        if is_wanted == self._are_suspended:
+            return
+        accelerator.current().synchronize()  # nothing may use them meanwhile
+        for communicator in self._communicators:
+            communicator.suspend() if is_wanted else communicator.resume()
+        self._are_suspended = is_wanted
+
     def _collect_garbage(self) -> None:
         gc.collect()  # cycles of dead objects may hold tensors
         # frozen objects are not visited again: the half a million of the libraries would cost 0.25 s each time
@@ -168,6 +198,13 @@ class DeviceMemory:
             if name == part:
                 break
         return list(found.values())
+
+
+def _communicators() -> Iterator[Any]:
+    """The NCCL part of each process group, in the order of their creation, which all ranks share."""
+    for group in c10d._world.pg_map:
+        backends = [group._get_backend(device) for device in group._device_types]
+        yield from {id(one): one for one in backends if one.name() == "nccl"}.values()
 
 
 def _moved_out(storages: Sequence[torch.UntypedStorage]) -> Iterator[torch.Tensor]:

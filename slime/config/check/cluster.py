@@ -54,6 +54,8 @@ def _drivers(args: Namespace) -> Iterator[str]:
         yield "--offload-rollout does not work with train_async.py, whose engines work all the time: drop it."
     elif args.offload_rollout and not args.colocate:
         notices.warn(args, "--offload-rollout", "no effect: without --colocate engines have devices of their own")
+    if args.offload_communicators and not args.offload_train:
+        notices.warn(args, "--offload-communicators", "no effect: the trainer stays on its devices (--offload-train)")
     if args.is_async and args.true_on_policy_mode:
         yield "--true-on-policy-mode does not work with train_async.py, which generates ahead: use train.py."
     if not args.is_async and "async_buffer_size" in args.given:

@@ -27,6 +27,7 @@ NEEDS_CUDA = {
     "environment.device",
     "attention.varlen_kernel",
     "ipc.cuda_handle",
+    "offload.communicators",
     "offload.memory",
     "offload.speed",
     "save.memory",  # few weights, too
