@@ -348,6 +348,22 @@ def test_a_planted_defect_is_named(name: str, trials: Any) -> None:
             trial.engine.update_weights_from_disk(trial.golden.checkpoint, "default", flush_cache=True)
 
 
+def test_an_error_between_two_updates_leaves_the_weights_of_the_checkpoint(trials: Any) -> None:
+    trial, engine = trials("moe"), FaultyEngine(trials("moe"))
+
+    def fail_after_reset(verb: str, body: Any) -> Any:
+        if verb == "update_weights_from_disk" and not failed:
+            failed.append(verb)
+            raise RuntimeError("a surprise")
+        return body
+
+    failed: list[str] = []
+    engine.before = fail_after_reset
+    (error,) = (f for f in examine(Trial(engine, trial.golden, trial.server), [weight_updates]) if f.status == "fail")
+    assert "a surprise" in error.value
+    assert [f.status for f in examine(trial, [prompt_log_probs])] == ["ok"]
+
+
 @pytest.mark.parametrize(
     ("change", "check", "line", "words"),
     [
