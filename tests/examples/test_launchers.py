@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from slime.cli import main
 from slime.ray.arguments import parse_only
 from tests.e2e.running import ROOT
 from tests.unit.scripts.dry_run import dry_run, dry_run_with_files
@@ -32,13 +34,17 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_script_would_start(script: str, place: Path) -> None:
+def test_a_script_would_start_and_is_planned(script: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = EXAMPLES / script
     preset = re.search(r"^model (\S+) ", path.read_text(), re.MULTILINE)[1]
     own = dict.fromkeys(DATA, f"{place}/rows.jsonl") | {"EVAL_CONFIG": f"{place}/eval.yaml"}
     made = dry_run_with_files(str(path), place, hub_config(PRESETS[preset].facts), env=own)
     assert made.flags.keys() >= {"--prompt-data", "--save", "--load", "--hf-checkpoint"}
     assert made.environment["PYTHONPATH"] == str(ROOT)
+    status = main(["plan", "--json", made.entry, *made.argv])
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["problems"] == plan["gaps"] == []
+    assert status == 0
     args, problems = parse_only(made.argv, is_async=made.entry.endswith("train_async.py"))
     assert problems == []
     assert args is not None
