@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.ray.arguments import parse_only
+from slime.cli import main
 from tests.unit.scripts.bash_arrays import MODELS, ROOT, model_words, source
 from tools.hub_configs import hub_config
 from tools.make_presets import FACTS, files, load_presets, model_flags
@@ -124,14 +124,18 @@ def test_a_preset_passes_exactly_the_flags_of_its_model(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(load_presets()))
-def test_the_flags_of_a_preset_agree_with_the_config_of_its_model(name: str, tmp_path: Path) -> None:
+def test_the_flags_of_a_preset_agree_with_the_config_of_its_model_and_are_planned(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps(hub_config(load_presets()[name].facts)))
     data = tmp_path / "data.jsonl"
     data.write_text('{"input": "1+1=", "label": "2"}\n')
     run = f"--hf-checkpoint {tmp_path} --prompt-data {data} --label-key label --rm-type math --num-rollout 1"
     size = "--rollout-batch-size 8 --n-samples-per-prompt 8 --actor-num-gpus-per-node 1 --rollout-num-gpus 1"
-    _, problems = parse_only([*model_words()[name], *run.split(), *size.split()])
-    assert problems == []
+    assert main(["plan", "--json", "train.py", *model_words()[name], *run.split(), *size.split()]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["problems"] == plan["gaps"] == []
+    assert plan["stages"][0]["weights"] > 0
 
 
 def test_the_names_of_the_older_documents_exist_with_the_right_shapes() -> None:
