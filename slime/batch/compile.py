@@ -13,7 +13,7 @@ import torch
 
 from slime.batch.rewards import RewardArgs, group_keys, normalize_by_group, raw_rewards
 from slime.data.columns import COLUMNS, SAMPLING_SETS, Column, TrainData
-from slime.data.engine_meta import compact_routed_experts
+from slime.data.engine_meta import compact_routed_experts, flat_list
 from slime.data.sample import Sample, iter_samples
 from slime.data.values import reward_number
 from slime.utils.errors import DataError
@@ -183,7 +183,7 @@ def _loss_mask(sample: Sample) -> torch.Tensor:
     if mask is not None and len(mask) != length:
         raise DataError(f"{where} has a loss mask of {len(mask)} for a response of {length} tokens: they must be equal")
     # users' functions may set lists, arrays or tensors
-    entries = [] if mask is None else mask.tolist() if hasattr(mask, "tolist") else mask
+    entries = [] if mask is None else flat_list(mask)
     for entry in set(entries) - {0, 1}:
         raise DataError(f"{where} has a loss mask with {entry!r}: entries must be 0 or 1")
     # the reward of a removed sample still counts in the mean of its group, unless the sample failed

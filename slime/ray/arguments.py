@@ -102,7 +102,7 @@ def parse_only(
             program="train_async.py" if is_async else "train.py",
         )
     except SlimeError as error:
-        return None, _sentences(error)
+        return None, error.problems
     args.is_async = is_async
     args.command_line = ["train_async.py" if is_async else "train.py", *argv]
     # A required flag may be missing because it is misspelled. With --strict-args every notice is a problem anyway.
@@ -115,7 +115,7 @@ def parse_only(
         args.eval_datasets = build_eval_datasets(args)
         args.eval_prompt_data = [part for item in args.eval_datasets for part in (item.name, item.path)] or None
     except SlimeError as error:
-        return None, [*problems, *_sentences(error), *hints]
+        return None, [*problems, *error.problems, *hints]
     # After all derivations: rules read derived values. All rules run, so one start shows all problems.
     problems += config_check.find_problems(args, (*RULES, *(HOOK_RULES if loads_hooks else ())))
     if args.strict_args:  # last: rules add notices as well
@@ -181,7 +181,3 @@ def run_config(args: Namespace) -> RunConfig:
 def machine_problems(args: Namespace) -> list[str]:
     """Requirements of the run that this machine does not meet."""
     return [problem for rule in MACHINE_RULES for problem in rule(args)]
-
-
-def _sentences(error: SlimeError) -> list[str]:
-    return list(getattr(error, "problems", [str(error)]))

@@ -352,7 +352,7 @@ _NORM_FIELDS = {"role", "rollout_id", "step_id"}
 
 def _norm_templates(args: Namespace) -> Iterator[str]:
     for name in ("ci_save_grad_norm", "ci_load_grad_norm"):
-        template = getattr(args, name)
+        template = vars(args)[name]
         if template is None:
             continue
         try:

@@ -14,19 +14,28 @@ from typing import Any
 class SlimeError(Exception):
     """Base of every error that slime raises on purpose."""
 
+    @property
+    def problems(self) -> list[str]:
+        """One sentence per problem."""
+        return [str(self)]
+
 
 class ConfigError(SlimeError, ValueError):
     """One or more invalid flags. One message contains all problems that were found."""
 
     def __init__(self, problems: str | Sequence[str]) -> None:
-        self.problems = [problems] if isinstance(problems, str) else list(problems)
-        count = len(self.problems)
+        self._problems = [problems] if isinstance(problems, str) else list(problems)
+        count = len(self._problems)
         head = "" if count == 1 else f"{count} problems with the command line:\n"
-        super().__init__(head + "\n".join(self.problems if count == 1 else (f"  - {p}" for p in self.problems)))
+        super().__init__(head + "\n".join(self._problems if count == 1 else (f"  - {p}" for p in self._problems)))
+
+    @property
+    def problems(self) -> list[str]:
+        return self._problems
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[list[str]]]:
         # Ray pickles errors. By default the copy is made from the formatted text, as if it were a single problem.
-        return type(self), (self.problems,)
+        return type(self), (self._problems,)
 
 
 class DataError(SlimeError, ValueError):

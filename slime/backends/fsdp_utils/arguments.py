@@ -64,14 +64,14 @@ _SPELLED = {"use_critic": "--advantage-estimator {advantage_estimator}", "fp8": 
 
 def _model_parallelism(args: Namespace) -> Iterator[str]:
     for name in _MODEL_PARALLEL:
-        size = getattr(args, name)
+        size = vars(args)[name]
         if size is not None and size > 1:
             yield (f"{flag_of(name)} {size} does not work with {_BACKEND}, which shards over all ranks: use 1.")
 
 
 def _absent_parts(args: Namespace) -> Iterator[str]:
     for name, why in _ABSENT.items():
-        value = getattr(args, name)
+        value = vars(args)[name]
         if value:
             shown = _SPELLED.get(name, flag_of(name)).format_map(vars(args))
             yield f"{shown} is not supported yet with {_BACKEND}: {why}."

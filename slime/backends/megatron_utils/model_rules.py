@@ -117,7 +117,7 @@ def _is_same(given: Any, actual: Any) -> bool:
 
 def _different_values(args: Namespace, shape: ModelShape, where: str) -> Iterator[str]:
     for row in SHAPE_FLAGS:
-        given = getattr(args, row.dest)
+        given = vars(args)[row.dest]
         if row.dest not in args.given or given is None or not row.is_checked(shape):
             continue
         actual = row.value(shape)
@@ -132,7 +132,7 @@ def _different_values(args: Namespace, shape: ModelShape, where: str) -> Iterato
 
 def _different_switches(args: Namespace, shape: ModelShape, where: str) -> Iterator[str]:
     for row in SWITCHES:
-        if row.dest in args.given and getattr(args, row.dest) and not row.has(shape):
+        if row.dest in args.given and vars(args)[row.dest] and not row.has(shape):
             yield (
                 f"{row.flag} differs from model_type {shape.model_type} in {where}: {row.absence} there. Drop the flag."
             )
@@ -143,7 +143,7 @@ def _different_routing(args: Namespace, shape: ModelShape, where: str) -> Iterat
     if moe is None:
         for dest in _derived_routing(shape):
             # One group, or a factor of one, changes nothing.
-            if dest in args.given and getattr(args, dest) not in (None, 1, "1"):
+            if dest in args.given and vars(args)[dest] not in (None, 1, "1"):
                 yield f"--{dest.replace('_', '-')} is for experts, which model_type {shape.model_type} does not have."
         return
     if "moe_layer_freq" in args.given:
@@ -155,7 +155,7 @@ def _different_routing(args: Namespace, shape: ModelShape, where: str) -> Iterat
         ("moe_router_group_topk", "topk_group", moe.group_topk),
         ("moe_router_topk_scaling_factor", "routed_scaling_factor", moe.scaling_factor),
     ):
-        given = getattr(args, dest)
+        given = vars(args)[dest]
         # one group, or a factor of one, is the same as none
         if dest in args.given and not _is_same(given or 1, actual or 1):
             flag = "--" + dest.replace("_", "-")

@@ -35,6 +35,6 @@ def find_problems(args: Namespace, more_rules: Sequence[Rule] = ()) -> list[str]
         try:
             problems += rule(args)
         except SlimeError as error:  # a rule may call functions of the run, which raise
-            problems += getattr(error, "problems", [str(error)])
+            problems += error.problems
     # Two rules may find the same problem.
     return list(dict.fromkeys(problems))
