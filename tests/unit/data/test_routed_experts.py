@@ -6,6 +6,7 @@ import asyncio
 import base64
 import marshal
 import threading
+import tracemalloc
 from types import SimpleNamespace
 from typing import Any
 
@@ -73,6 +74,22 @@ def test_choices_are_narrow_in_the_sample_and_the_same_through_an_http_worker(
     assert direct.dtype == by_worker.dtype == dtype
     assert torch.equal(direct.int(), rows)
     assert torch.equal(by_worker.int(), rows)
+
+
+def test_a_packed_reply_holds_a_byte_per_choice_and_its_packing_three() -> None:
+    reply = _reply(torch.randint(0, 256, (4000, 58, 8)))
+    choices = 4000 * 58 * 8
+    text = len(reply["meta_info"]["routed_experts"])
+    assert text == pytest.approx(choices * 16 / 3, abs=4)
+    tracemalloc.start()
+    try:
+        engine_meta.pack_routed_experts(reply["meta_info"])
+        held, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held == pytest.approx(choices, rel=0.01)
+    assert peak < 3.1 * choices + 2 * engine_meta._PIECE
+    assert peak < 0.8 * text
 
 
 def test_turns_of_different_width_fit_together_and_a_missing_choice_is_still_found() -> None:
