@@ -19,6 +19,8 @@ import pytest
 from slime.config.groups import add_group, groups_in
 from slime.config.plan.host import plan_files
 from slime.config.resolve import paths
+from slime.data.ledger import LEDGER
+from slime.data.schedule import SCHEDULE, WEIGHTS
 from slime.observability import arguments, logging_utils, tracking
 from slime.observability.sinks import JsonlSink
 from slime.observability.terminal import SHOWN_LINES
@@ -145,6 +147,9 @@ def test_a_second_run_under_the_same_name_continues_the_file(tmp_path: Path) -> 
     assert [record["x"] for record in records(tmp_path / "outputs/e/metrics.jsonl")] == [0, 1]
 
 
+RECORDS = (LEDGER, SCHEDULE, WEIGHTS)  # without --save they are in the run's folder, and belong together
+
+
 def test_a_run_that_starts_anew_moves_the_files_of_an_earlier_run_of_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,9 +159,12 @@ def test_a_run_that_starts_anew_moves_the_files_of_an_earlier_run_of_its_name(
         tracker = create_tracker(parsed("--experiment-name", "e"), is_new=is_new)
         tracker.log({"a": 1.0, "x": step}, "x")
         tracker.close()
+        for name in RECORDS:
+            (folder / name).touch()
     (earlier,) = folder.glob("earlier_*")
     assert [record["x"] for record in records(earlier / "metrics.jsonl")] == [0]
     assert (earlier / "run.json").is_file()
+    assert all((earlier / name).is_file() for name in RECORDS)
     assert [record["x"] for record in records(folder / "metrics.jsonl")] == [1, 2]
     create_tracker(parsed("--experiment-name", "e"), is_new=True).close()  # a restart in the same job
     assert len(records(folder / "metrics.jsonl")) == 2
