@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import base64
 import threading
 from argparse import Namespace
 from types import SimpleNamespace
@@ -11,14 +13,16 @@ import pytest
 from slime.backends.sglang_utils.external import ExternalEngineInfo
 from slime.backends.sglang_utils.server_process import ForkAddress
 from slime.backends.sglang_utils.topology import EnginePlace, WorkerType
+from slime.ray.engines import http_workers
 from slime.ray.engines import servers as engine_servers
 from slime.ray.engines.fleet import RayEngineFleet, WaitingEngines
-from slime.ray.engines.http_workers import are_wanted
+from slime.ray.engines.http_workers import HttpWorker, are_wanted
 from slime.ray.engines.servers import RolloutServers, watch_settings
 from slime.ray.placement_group import GpuSlots
 from slime.utils import accelerator
 from slime.utils.accelerator import CPUAccelerator, CUDAAccelerator
 from slime.utils.errors import ConfigError, DeadlineExceeded, EngineError
+from slime.utils.http_utils import Reply
 from tests.unit.ray.runs import fleet
 
 
@@ -272,3 +276,25 @@ def test_replies_with_routed_experts_are_received_by_workers_on_gpus(
 ) -> None:
     monkeypatch.setattr("slime.utils.accelerator.current", lambda: SimpleNamespace(is_cpu=is_cpu))
     assert are_wanted(Namespace(use_distributed_post=posts, use_rollout_routing_replay=replays)) is found
+
+
+@pytest.mark.parametrize("num_choices", [100, 3 << 20])
+def test_a_worker_compresses_large_replies_beside_its_event_loop(num_choices, monkeypatch):
+    choices = bytes(4 * num_choices)
+    content = {"text": "", "meta_info": {"routed_experts": base64.b64encode(choices).decode()}}
+    threads = []
+
+    async def answer(*_):
+        return Reply(200, content)
+
+    def compressed(data):
+        threads.append(threading.current_thread())
+        return compress(data)
+
+    compress = http_workers._compressed
+    monkeypatch.setattr(http_workers.http_utils, "send", answer)
+    monkeypatch.setattr(http_workers, "_compressed", compressed)
+    worker = object.__new__(HttpWorker)  # its constructor registers the process with the run
+    data = asyncio.run(worker.send("http://engine/generate", {}, None, 1.0))
+    assert http_workers._unpacked(data) == Reply(200, content)
+    assert [thread is threading.main_thread() for thread in threads] == [num_choices == 100]
