@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import importlib
 import json
 import multiprocessing
 import os
@@ -42,6 +43,7 @@ from slime.utils.torchvision_cpu import install as allow_torchvision_on_cpu
 _MESSAGE_BYTES = 1 << 20
 _REQUEST_TIMEOUT_S = 5.0  # a client that connects and sends nothing is disconnected after this time
 _REAP_EVERY_S = 0.2
+_OF_ENGINES = ("sglang.srt.entrypoints.http_server", "sglang.srt.model_executor.model_runner")
 _Become = Callable[[socket.socket, Mapping[str, Any]], None]
 _Sockets = Sequence[socket.socket]
 
@@ -174,6 +176,13 @@ def preload_sglang() -> None:
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
+    # SGLang's dumper imports megatron-core, and with it wandb, if they are installed. No engine uses them.
+    sys.modules["megatron"] = None  # type: ignore[assignment]
+    try:
+        for name in _OF_ENGINES:
+            importlib.import_module(name)
+    finally:
+        del sys.modules["megatron"]
     # Frozen objects are not visited by the collector of a child, which would write to their pages and so copy them.
     gc.freeze()
     gc.enable()

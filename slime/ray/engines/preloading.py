@@ -53,8 +53,9 @@ FORK_SERVER = "SLIME_FORK_SERVER"
 
 
 # Among them are modules that Ray imports, except pyarrow, which starts a thread.
-_ALL = ("torch", "transformers", "pydantic.v1", "requests", "google.protobuf.json_format", "jsonschema")
-_TRAINER = ("torch._dynamo", "slime.weight_sync.transports")
+_ALL: tuple[str, ...] = ("torch", "torch._dynamo", "transformers")
+_ALL += ("pydantic.v1", "requests", "google.protobuf.json_format", "jsonschema")
+_TRAINER = ("slime.weight_sync.transports",)
 _WORKER: tuple[str, ...] = (
     "transformers.models.auto.tokenization_auto",
     "slime.rollout.sglang_rollout",

@@ -18,14 +18,24 @@ from slime.utils.deadline import Deadline, wait_until
 from slime.utils.errors import DeadlineExceeded, EngineError
 from tests.limits import unloaded_time
 
+RUNNER = """
+try:
+    import megatron.core
+    has_megatron = True
+except ImportError:
+    has_megatron = False
+"""
 SERVER = """
 import os, sys, time
+RUNNER = "sglang.srt.model_executor.model_runner"
 def launch_server(argv):
     match argv:
         case ["exit", status]:
             sys.exit(int(status))
         case ["environment"]:
             print({name for name in os.environ if "ALLOC_CONF" in name or name == "OURS"})
+        case ["modules"]:
+            print(RUNNER in sys.modules, sys.modules[RUNNER].has_megatron, "megatron" in sys.modules)
         case ["usage"]:
             print("usage: no such flag")
             sys.exit("bad flag")
@@ -40,9 +50,10 @@ def launch_server(argv):
 def stand_in(tmp_path: Path) -> Path:
     """A package named sglang with as much of it as the process touches."""
     files = {
-        **dict.fromkeys(("../__init__.py", "__init__.py", "entrypoints/__init__.py"), ""),
+        **dict.fromkeys(("../__init__.py", "__init__.py", "entrypoints/__init__.py", "model_executor/__init__.py"), ""),
         "plugins/__init__.py": "load_plugins = lambda: None\n",
         "entrypoints/http_server.py": SERVER,
+        "model_executor/model_runner.py": RUNNER,
         "server_args.py": "prepare_server_args = lambda argv: argv\n",
         "utils.py": "kill_process_tree = lambda pid, include_parent: None\n",
     }
@@ -77,6 +88,11 @@ def test_a_servers_exit_status_is_told(server: ForkServer, tmp_path: Path):
     assert serving.exit_code() is None
     serving.stop()
     assert ended(serving) == -signal.SIGKILL
+
+
+def test_a_server_is_forked_with_its_modules_and_without_those_of_the_trainer(server: ForkServer, tmp_path: Path):
+    ended(fork(server, tmp_path / "a", "modules"))
+    assert (tmp_path / "a").read_text().split() == ["True", "False", "False"]
 
 
 def test_a_usage_error_has_no_traceback_on_top_and_an_exception_has_one(server: ForkServer, tmp_path: Path):
