@@ -365,18 +365,12 @@ class SGLangEngine(AdapterCalls):
 
     def rank_checksums(self) -> list[tuple[int, dict[str, str]]]:
         """For each tensor-parallel rank its number, and a checksum of each of its tensors by name."""
-        fix = "--weight-sync-proof canary does without checksums."
-        try:
-            ranks = self._change("weights_checker", {"action": "checksum"}, needs="ranks")["ranks"]
-        except EngineSilent:
-            raise
-        except EngineError as error:
-            raise EngineError(f"{error} {fix}") from error
+        ranks = self._change("weights_checker", {"action": "checksum"}, needs="ranks")["ranks"]
         try:
             return read_checksums(ranks)
         except (AttributeError, LookupError, TypeError, ValueError):
-            start = f"engine {self._spec.rank} ({self.url})"
-            raise EngineError(f"{start}: no checksums in {str(ranks)[:500]}. {fix}") from None
+            start, fix = f"engine {self._spec.rank} ({self.url})", "--weight-sync-proof canary does without them"
+            raise EngineError(f"{start}: no checksums in {str(ranks)[:500]}. {fix}.") from None
 
     def reset_weights(self) -> None:
         """Overwrite every tensor with random values."""
