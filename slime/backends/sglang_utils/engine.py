@@ -369,8 +369,7 @@ class SGLangEngine(AdapterCalls):
         try:
             return read_checksums(ranks)
         except (AttributeError, LookupError, TypeError, ValueError):
-            start, fix = f"engine {self._spec.rank} ({self.url})", "--weight-sync-proof canary does without them"
-            raise EngineError(f"{start}: no checksums in {str(ranks)[:500]}. {fix}.") from None
+            raise EngineError(f"engine {self._spec.rank} ({self.url}): no checksums in {str(ranks)[:500]}") from None
 
     def reset_weights(self) -> None:
         """Overwrite every tensor with random values."""
