@@ -27,7 +27,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from slime.backends.training.checkpoint_files import complete_iterations, iteration_of
+from slime.backends.training.checkpoint_files import iteration_directory, iteration_of, what_is_torn
 from slime.config.groups import from_args
 from slime.data.arguments import BatchSizeArgs
 from slime.data.sample import SampleGroup, iter_samples
@@ -89,6 +89,7 @@ class Journal:
         flags = [dataclasses.asdict(group) for group in groups]
         self._made_by = json.dumps(flags, default=str)
         self._kept = range(0)
+        self._complete = -1
         self._writers: dict[int, threading.Thread] = {}
         self._stuck: threading.Thread | None = None
 
@@ -130,7 +131,7 @@ class Journal:
 
     def add(self, rollout_id: int, entry: Entry) -> None:
         """Write a finished rollout. The samples are packed before the return, the file is written in a thread."""
-        covered = max((number for number in self._checkpoints() if number < rollout_id), default=-1)
+        covered = self._newest_checkpoint(rollout_id)
         self._delete(number for number in self._written() if number <= covered)
         if self._stuck is not None and self._stuck.is_alive():
             logger.warning("rollout %d is not in %s: the disk still hangs", rollout_id, self._folder)
@@ -173,7 +174,16 @@ class Journal:
         return sorted({int(path.stem) for path in self._folder.glob("*") if path.stem.isdecimal()})
 
     def _checkpoints(self) -> set[int]:
-        return {iteration_of(directory) or 0 for directory in complete_iterations(self._save)}
+        """Also those that are damaged."""
+        return {number for path in self._save.glob("iter_*") if (number := iteration_of(path)) is not None}
+
+    def _newest_checkpoint(self, rollout_id: int) -> int:
+        """The newest complete checkpoint before a rollout. -1 without one."""
+        for number in sorted(self._checkpoints(), reverse=True):
+            # Its files are looked at once: a large model has thousands of them.
+            if self._complete < number < rollout_id and what_is_torn(iteration_directory(self._save, number)) is None:
+                self._complete = number
+        return self._complete
 
     def _delete(self, rollout_ids: Iterable[int]) -> None:
         doomed = list(rollout_ids)

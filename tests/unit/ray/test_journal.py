@@ -160,6 +160,31 @@ def test_a_checkpoint_covers_its_rollouts_and_keeps_its_own_state(tmp_path: Path
     assert Journal(arguments(tmp_path)).begin(3) == 5
 
 
+def test_the_files_of_a_checkpoint_are_looked_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(3):
+        partial = checkpoint_files.partial_directory(tmp_path, name_of(number))
+        checkpoint_files.make_empty(partial)
+        (partial / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+        checkpoint_files.publish(tmp_path, name_of(number), number, layout={}, content={}, checksums={})
+    looked: list[str] = []
+    real = checkpoint_files.what_is_torn
+
+    def look(directory: Path) -> str | None:
+        looked.append(directory.name)
+        return real(directory)
+
+    monkeypatch.setattr(checkpoint_files, "what_is_torn", look)
+    monkeypatch.setattr(journal, "what_is_torn", look, raising=False)
+    made = Journal(arguments(tmp_path))
+    for rollout_id in range(2, 6):
+        add(made, tmp_path, rollout_id)
+    assert looked == [name_of(1), name_of(2)]
+
+
+def name_of(number: int) -> str:
+    return f"iter_{number:07d}"
+
+
 def test_a_disk_that_hangs_is_reported_and_the_run_goes_on_without_the_journal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
