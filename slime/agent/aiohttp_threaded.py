@@ -14,7 +14,7 @@ from typing import Any
 from aiohttp import web
 from aiohttp.abc import AbstractAccessLogger
 
-from slime.utils.errors import DeadlineExceeded
+from slime.utils.errors import DeadlineExceeded, kept
 
 __all__ = ["AppHandle", "FilteredAccessLogger", "run_app_in_thread"]
 
@@ -81,10 +81,8 @@ def run_app_in_thread(
 
     def serve() -> None:
         asyncio.set_event_loop(loop)
-        try:
+        with kept(failure, BaseException):  # handed to the caller, who waits for it
             loop.run_until_complete(start())
-        except BaseException as error:  # handed to the caller, who waits for it
-            failure.append(error)
         has_begun.set()
         try:
             if not failure:

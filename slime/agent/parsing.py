@@ -12,6 +12,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from slime.utils.errors import kept
+
 __all__ = ["ParsedModelOutput", "ToolUse", "as_object", "parse_model_output", "parse_tool_uses", "parse_xml_tool_uses"]
 
 logger = logging.getLogger(__name__)
@@ -82,11 +84,12 @@ def _parse_by_sglang(body: str, tools_schema: list[dict[str, Any]], name: str) -
     from sglang.srt.entrypoints.openai.protocol import Tool
     from sglang.srt.function_call.function_call_parser import FunctionCallParser
 
-    try:
+    errors: list[Exception] = []
+    with kept(errors):  # a detector may raise anything on text that it does not expect
         tools = [Tool.model_validate(tool) for tool in tools_schema]
         text, calls = FunctionCallParser(tools, name).parse_non_stream(body)
-    except Exception:  # a detector may raise anything on text that it does not expect
-        logger.warning("the tool-call parser %s failed on %.200r", name, body, exc_info=True)
+    if errors:
+        logger.warning("the tool-call parser %s failed on %.200r", name, body, exc_info=errors[0])
         return body, [], False
     uses, ill_formed = [], False
     for call in calls:

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
-from slime.utils.errors import DeadlineExceeded
+from slime.utils.errors import DeadlineExceeded, translated
 
 __all__ = [
     "AGENT_HOME",
@@ -289,10 +289,8 @@ class E2BSandbox(BaseSandbox):
         await self._call(lambda: self._sandbox.files.write(path, data, user=user))
 
     async def read_file(self, path: str, *, user: str = "root") -> str:
-        try:
+        with translated(lambda error: FileNotFoundError(f"{self.label}: {path}: {error}")):
             return str(await self._call(lambda: self._sandbox.files.read(path, user=user)))
-        except Exception as error:
-            raise FileNotFoundError(f"{self.label}: {path}: {error}") from error
 
     async def _call(
         self, function: Callable[[], Awaitable[Result]], idempotent: bool = True, timeout_s: float | None = None

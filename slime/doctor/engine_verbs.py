@@ -27,7 +27,7 @@ from slime.models.hf_shape import read_shape
 from slime.models.lora import LoraConfig
 from slime.utils import accelerator
 from slime.utils.deadline import Deadline, wait_until
-from slime.utils.errors import ConfigError, SlimeError
+from slime.utils.errors import ConfigError, SlimeError, undone
 from slime.utils.net import get_current_node_ip
 from slime.weight_sync.probe import probe_ids, verify_adapter, verify_canary
 from slime.weight_sync.root_hash import RootProof, places_of
@@ -221,12 +221,13 @@ def weight_updates(trial: Trial) -> Iterator[Finding]:
         yield skip("weight updates", "a quantized engine, or one with pipeline stages")
         return
     sync = _Sync(trial)
-    try:
-        yield from _updates(trial, sync)
-    except BaseException:  # also Ctrl-C: the engine may be someone else's
+
+    def restore() -> None:
         sync.golden.scale(1.0)
         sync.engine.update_weights_from_disk(sync.golden.checkpoint, str(sync.number + 1), flush_cache=True)
-        raise
+
+    with undone(restore):  # the engine may be someone else's
+        yield from _updates(trial, sync)
 
 
 def _updates(trial: Trial, sync: _Sync) -> Iterator[Finding]:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from slime.doctor import Finding, fail
 from slime.doctor.run import examine, exit_status, render, render_json
 from slime.environments.command import add_environment
-from slime.utils.errors import ConfigError
+from slime.utils.errors import ConfigError, kept, named
 
 _ALL_EPISODES = 20  # times the limit of one episode: a thread that blocks the event loop ends here
 
@@ -70,10 +70,11 @@ def findings_of(options: Namespace) -> tuple[list[Finding], bool]:
     if total < 1:
         return [fail("tasks", "the environment has none", "let __len__ return the number of tasks")], False
     indices = sorted({number * total // options.tasks for number in range(options.tasks)})
-    try:
+    errors: list[Exception] = []
+    with kept(errors):  # of the user's code
         tasks = [environment.task(index) for index in indices]
-    except Exception as error:  # of the user's code
-        value = f"task(index) raised {type(error).__name__}: {error}"
+    if errors:
+        value = f"task(index) raised {named(errors[0])}"
         return [fail("tasks", value, f"every index from 0 to {total - 1} must give a task")], False
     limits = {"timeout_s": options.timeout, "max_turn_tokens": options.max_turn_tokens}
     trial = Trial(options.name, options.options, environment, indices, tasks, **limits)

@@ -21,6 +21,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import IO, Any
 
+from slime.utils.errors import kept
 from slime.utils.process import GuardedProcess, log_tail, watch_owner
 
 SECTION_LIMIT_S = 240.0
@@ -106,13 +107,15 @@ def _run(names: Sequence[str], path: str, *, is_small: bool) -> None:
             print(json.dumps({"section": name}), file=file, flush=True)
             section: Callable[[bool], Iterator[Any]] = getattr(import_module(f"slime.doctor.{SECTIONS[name]}"), name)
             started = time.monotonic()
-            try:
+            errors: list[Exception] = []
+            with kept(errors):  # any part of a trainer may fail: the next section still runs
                 for result in section(is_small):
                     seconds = round(time.monotonic() - started, 1)
                     print(json.dumps({"section": name, **vars(result), "s": seconds}), file=file, flush=True)
-            except Exception:  # any part of a trainer may fail: the next section still runs
+            if errors:
                 failed = {"check": f"{name}.section", "status": "fail", "figures": {}}
-                failed["reason"] = f"the section raised an error:\n{traceback.format_exc()[-3000:]}"
+                trace = "".join(traceback.format_exception(errors[0]))
+                failed["reason"] = f"the section raised an error:\n{trace[-3000:]}"
                 print(json.dumps({"section": name, **failed}), file=file, flush=True)
 
 

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from slime.config.help_text import terminal_width
 from slime.doctor import Check, Finding, command_checks, machine_checks
+from slime.utils.errors import kept, named
 
 T = TypeVar("T")
 
@@ -57,11 +58,12 @@ def examine(situation: T, checks: Sequence[Callable[[T], Iterator[Finding]]]) ->
     """
     findings: list[Finding] = []
     for check in checks:
-        try:
+        errors: list[Exception] = []
+        with kept(errors):  # checks read arbitrary files and machines: one surprise must not hide the rest
             findings += check(situation)
-        except Exception as error:  # checks read arbitrary files and machines: one surprise must not hide the rest
+        if errors:
             name = check.__name__.replace("_", " ")
-            findings.append(Finding("fail", name, f"the check itself failed: {type(error).__name__}: {error}"))
+            findings.append(Finding("fail", name, f"the check itself failed: {named(errors[0])}"))
     return findings
 
 

@@ -23,7 +23,7 @@ from slime.ray.watch.failure_report import Reports, shortage_of
 from slime.ray.watch.waiting import get
 from slime.utils import accelerator
 from slime.utils.deadline import Deadline
-from slime.utils.errors import ConfigError
+from slime.utils.errors import ConfigError, undone
 
 __all__ = ["GpuSlots", "check_room", "create_placement_groups", "release_placement_groups", "reserve_engine"]
 
@@ -110,15 +110,12 @@ def _reserve(count: int, timeout_s: float, *, asks_memory: bool = False, strateg
         return GpuSlots(None, [], [])
     bundles = [{"GPU": 1.0, "CPU": 1.0}] * count
     group = placement_group(bundles, strategy=strategy)
-    try:
+    with undone(lambda: remove_placement_group(group)):  # it would take the slots as soon as they are free
         _wait_for(group, bundles, timeout_s)
         nodes = set(placement_group_table(group)["bundles_to_node_id"].values())
         if len(nodes) == 1 and accelerator.current().is_cpu:
             return GpuSlots(group, range(count), range(count))  # logical slots of one host need no order
         return _ordered(group, count, timeout_s, asks_memory=asks_memory)
-    except BaseException:
-        remove_placement_group(group)  # it would take the slots as soon as they are free
-        raise
 
 
 def _wait_for(group: PlacementGroup, bundles: Sequence[Mapping[str, float]], timeout_s: float) -> None:

@@ -35,7 +35,7 @@ from slime.rollout.failures import FailureBudget, fresh_copy, without_response
 from slime.rollout.sglang_rollout import GenerateState, generate_and_rm_group
 from slime.utils.async_utils import call_in_thread, run
 from slime.utils.deadline import Deadline
-from slime.utils.errors import ConfigError, DataError
+from slime.utils.errors import ConfigError, DataError, reported
 from slime.utils.http_utils import get_rollout_num_engines, init_http_client
 
 __all__ = ["AsyncRolloutWorker", "generate_rollout_fully_async"]
@@ -172,15 +172,14 @@ class AsyncRolloutWorker:
     async def _main(self) -> None:
         self._loop, self._wake = asyncio.get_running_loop(), asyncio.Event()
         try:
-            while self.running and self._error is None:
-                # Cleared before the slots are counted: a change during the count sets it again and is not lost.
-                self._wake.clear()
-                while self.running and self._num_free() > 0:
-                    if not await self._begin_one():
-                        break
-                await self._wake.wait()
-        except Exception as error:
-            self._error = error
+            with reported(self._fail):
+                while self.running and self._error is None:
+                    # Cleared before the slots are counted: a change during the count sets it again and is not lost.
+                    self._wake.clear()
+                    while self.running and self._num_free() > 0:
+                        if not await self._begin_one():
+                            break
+                    await self._wake.wait()
         finally:
             self.running = False
             active = list(self._active)
@@ -191,6 +190,9 @@ class AsyncRolloutWorker:
             # Wakes a waiting consumer, which then raises the error.
             with self._change:
                 self._change.notify_all()
+
+    def _fail(self, error: Exception) -> None:
+        self._error = error  # the consumer raises it
 
     async def _begin_one(self) -> bool:
         groups = await call_in_thread(self.data_buffer.get_samples, 1)
@@ -213,11 +215,9 @@ class AsyncRolloutWorker:
 
     def _make_done_cb(self, gid: int) -> Callable[[Any], None]:
         def done(task: Any) -> None:
-            try:
+            with reported(self._fail):  # such as a schedule that cannot be written. asyncio would only log it
                 if not task.cancelled():
                     self._on_done(gid, task)
-            except Exception as error:  # the schedule cannot be written. asyncio would only log it
-                self._error = error
             self._active.discard(task)
             self._notify()
 

@@ -35,7 +35,7 @@ from slime.backends.protocols import (
     Place,
     TensorHash,
 )
-from slime.utils.errors import EngineError
+from slime.utils.errors import EngineError, kept
 
 if TYPE_CHECKING:
     import torch
@@ -71,10 +71,10 @@ class RootHash:
         """``weights``, hashed as they pass."""
         for named in weights:
             if self._failure is None:
-                try:
+                errors: list[Exception] = []
+                with kept(errors):  # the other ranks wait: gathering the weights is a collective
                     self._add(*named)
-                except Exception as error:  # the other ranks wait: gathering the weights is a collective
-                    self._failure = error
+                self._failure = errors[0] if errors else None
             yield named
 
     def _add(self, name: str, tensor: torch.Tensor) -> None:

@@ -34,7 +34,7 @@ from slime.backends.protocols import (
 )
 from slime.data.served_adapter import ADAPTER_NAME
 from slime.models.lora import CONFIG_FILE, FILE_PREFIX, WEIGHTS_FILE, LoraConfig
-from slime.utils.errors import EngineError
+from slime.utils.errors import EngineError, kept, undone
 from slime.utils.memory_utils import bytes_of
 from slime.weight_sync.chunks import WeightChunk, chunk_of
 from slime.weight_sync.root_hash import Checksums
@@ -96,17 +96,18 @@ class AdapterUpdater:
             newcomers = fleet.only(without_base)
             urls = {engine.url for engine in newcomers.engines}
             self._incomplete |= urls
-            try:
+
+            def go_on() -> None:
+                if self._ranks.is_source and not update.comes_again:
+                    after_failure(newcomers, "continue_generation", update.timeout_s)
+
+            with undone(go_on):
                 # they continue when they have the adapter, without which they answer no request
                 base = _Exported(trainer, lambda path: self._write_base(trainer, path))
                 num_bytes = self._base.update(newcomers, base, replace(update, continues=False))
                 self._incomplete -= urls
                 self._base.disconnect()  # it is not needed again, and its connections hold device memory
                 num_bytes += send()
-            except BaseException:
-                if self._ranks.is_source and not update.comes_again:
-                    after_failure(newcomers, "continue_generation", update.timeout_s)
-                raise
         self._version = update.version
         return num_bytes
 
@@ -114,9 +115,10 @@ class AdapterUpdater:
         """The engines that do not have this run's base: all at the first update, later those that have restarted."""
         if self._version is None:
             return list(range(len(fleet.engines)))
-        found: list[int] | Exception = []
+        found: list[int] = []
+        errors: list[Exception] = []
         if self._ranks.is_source:
-            try:
+            with kept(errors):  # the other ranks wait in from_source()
                 versions = fleet.start("weight_version").wait(update.timeout_s)
                 # A server that has restarted reports SGLang's default. The new version is that of an attempt that
                 # failed at another engine.
@@ -126,11 +128,9 @@ class AdapterUpdater:
                     for index, (engine, version) in enumerate(zip(fleet.engines, versions, strict=True))
                     if version not in known or engine.url in self._incomplete
                 ]
-            except Exception as error:  # the other ranks wait in from_source()
-                found = error
-        answer = self._ranks.from_source(message_of(found) if isinstance(found, Exception) else found)
-        if isinstance(found, Exception):
-            raise found
+        answer = self._ranks.from_source(message_of(errors[0]) if errors else found)
+        if errors:
+            raise errors[0]
         if isinstance(answer, str):
             raise EngineError(answer)
         indices: list[int] = answer

@@ -35,7 +35,7 @@ import torch
 from safetensors.numpy import save_file
 
 from slime.backends.protocols import SOURCE, EngineFleet, WeightExporter
-from slime.utils.errors import EngineError
+from slime.utils.errors import EngineError, kept
 from slime.utils.memory_utils import bytes_of
 from slime.weight_sync.delta_codec import Encoding, encode_delta
 from slime.weight_sync.root_hash import Checksums, places_of
@@ -203,12 +203,11 @@ class DiskUpdater:
         on the other ranks.
         """
         result: _T | None = None
-        failure: Exception | None = None
+        errors: list[Exception] = []
         if self._ranks.is_source:
-            try:
+            with kept(errors):  # the other ranks wait in from_source()
                 result = work()
-            except Exception as error:  # the other ranks wait in from_source()
-                failure = error
+        failure = errors[0] if errors else None
         answer = self._ranks.from_source((result, None if failure is None else message_of(failure)))
         if failure is not None:
             raise failure
@@ -219,11 +218,10 @@ class DiskUpdater:
     def _on_each(self, work: Callable[[], _T]) -> list[_T]:
         """Run ``work`` on every rank. Returns the results in rank order, or raises as :meth:`_on_source`."""
         result: _T | None = None
-        failure: Exception | None = None
-        try:
+        errors: list[Exception] = []
+        with kept(errors):  # the other ranks wait in gather()
             result = work()
-        except Exception as error:  # the other ranks wait in gather()
-            failure = error
+        failure = errors[0] if errors else None
         answers = self._ranks.gather((result, None if failure is None else message_of(failure)))
         if failure is not None:
             raise failure

@@ -37,7 +37,7 @@ from torch.multiprocessing import reductions
 
 from slime.backends.protocols import EngineFleet, PendingCalls
 from slime.utils import accelerator
-from slime.utils.errors import EngineError
+from slime.utils.errors import EngineError, kept
 from slime.weight_sync.chunks import WeightChunk
 from slime.weight_sync.session import TrainerRanks, error_of
 
@@ -81,12 +81,13 @@ class TensorSender:
         flat: torch.Tensor | None = None
         reply: Opening | str | None = None
         if self._failure is None and not self._has_ended:
-            try:
+            errors: list[Exception] = []
+            with kept(errors):  # the other ranks of the engine wait in to_first()
                 flat = shareable(chunk)
                 handle = handle_of(flat)
                 reply = payloads(chunk, [handle])[0] if self._by_block else handle
-            except Exception as error:  # the other ranks of the engine wait in to_first()
-                self._failure = EngineError(f"trainer rank {self._ranks.rank}: {error}")
+            if errors:
+                self._failure = EngineError(f"trainer rank {self._ranks.rank}: {errors[0]}")
         self._arrive()
         # The speaker calls this when the engine is done with the chunk before, whose memory may be freed now, not
         # earlier. After a failure of the engine the other ranks stop to copy.

@@ -26,7 +26,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
 from slime.backends.protocols import EngineFleet, NamedTensor, PendingCalls, Place
-from slime.utils.errors import EngineError
+from slime.utils.errors import EngineError, kept, undone
 from slime.weight_sync.chunks import LEAST_BUCKET, Wants, WeightChunk, into_chunks
 from slime.weight_sync.root_hash import Checksums, RootHash, RootProof
 
@@ -228,11 +228,10 @@ def load_files(fleet: EngineFleet, path: str, update: WeightUpdate, checksums: C
 
 def error_of(work: Callable[[], object]) -> Exception | None:
     """The error of ``work``, which a rank keeps while other ranks wait for it in a collective."""
-    try:
+    errors: list[Exception] = []
+    with kept(errors):
         work()
-    except Exception as error:
-        return error
-    return None
+    return errors[0] if errors else None
 
 
 def message_of(error: BaseException) -> str:
@@ -283,25 +282,24 @@ def _of_all(root: RootHash, ranks: TrainerRanks) -> Checksums:
 @contextmanager
 def paused(fleet: EngineFleet, update: WeightUpdate) -> Iterator[None]:
     """Pause the engines. They continue after the block, also after a failure, unless ``update`` says otherwise."""
-    try:
-        fleet.start("pause_generation", mode="abort").wait(update.timeout_s)
-        yield
-    except BaseException:  # an interrupt, too, must not leave the engines paused
+
+    def go_on() -> None:
         if not update.comes_again:
             after_failure(fleet, "continue_generation", update.timeout_s)
-        raise
+
+    with undone(go_on):
+        fleet.start("pause_generation", mode="abort").wait(update.timeout_s)
+        yield
     if update.continues:
         fleet.start("continue_generation").wait(update.timeout_s)
 
 
 @contextmanager
 def _writable(fleet: EngineFleet, timeout_s: float) -> Iterator[None]:
-    try:
+    # also if begin itself fails: it may have succeeded on other engines
+    with undone(lambda: after_failure(fleet, "end_weight_update", timeout_s)):
         fleet.start("begin_weight_update").wait(timeout_s)
         yield
-    except BaseException:  # also if begin itself failed: it may have succeeded on other engines
-        after_failure(fleet, "end_weight_update", timeout_s)
-        raise
     fleet.start("end_weight_update").wait(timeout_s)
 
 

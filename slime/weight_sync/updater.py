@@ -21,7 +21,7 @@ from typing import Protocol
 
 from slime.backends.protocols import EVERY_RANK, SOURCE, EngineFleet, EngineInfo, Place, Recipients, WeightExporter
 from slime.utils import accelerator
-from slime.utils.errors import EngineError
+from slime.utils.errors import EngineError, undone
 from slime.utils.net import free_port
 from slime.weight_sync.chunks import SentBefore, WeightChunk, bucket_bytes
 from slime.weight_sync.root_hash import places_of
@@ -81,7 +81,8 @@ class WeightUpdater:
 
         Raises: as :func:`slime.weight_sync.session.push_weights`.
         """
-        try:
+        # an engine may have died: the next update makes new connections
+        with undone(lambda: self.disconnect(is_urgent=True)):
             senders = self._connected(fleet)
             if update.max_chunk_bytes is None:
                 # equal on all ranks: they gather the same buckets
@@ -92,9 +93,6 @@ class WeightUpdater:
             wants = None if self._sent_before is None else self._sent_before.begin()
             root = None if update.proof is None else update.proof.begin(self._hashed(fleet.engines))
             return push_weights(fleet, senders, weights, update, self._ranks, wants, root)
-        except Exception:
-            self.disconnect(is_urgent=True)  # an engine may have died: the next update makes new connections
-            raise
 
     def _connected(self, fleet: EngineFleet) -> Senders:
         """Return the senders, new ones if the fleet changed or an update failed. A collective of all ranks."""

@@ -24,7 +24,7 @@ from slime.backends.training.checkpoint_files import (
 from slime.backends.training.checkpoint_source import Source
 from slime.backends.training.export_files import MARKER, export_checksums
 from slime.utils.distributed_utils import files_group
-from slime.utils.errors import ConfigError
+from slime.utils.errors import ConfigError, kept
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,8 @@ def verify_source(source: Source) -> None:
     directory = Path(source.directory)
     record = MARKER if source.format == "hf" else MANIFEST
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    try:
+    errors: list[Exception] = []
+    with kept(errors):  # the other ranks wait in all_gather_object
         checksums = _checksums(source)
         mine = find_damage(directory, checksums, rank, world_size)
         if not checksums and record == MANIFEST and rank == 0:
@@ -61,8 +62,8 @@ def verify_source(source: Source) -> None:
                 source.flag,
                 directory,
             )
-    except Exception as error:  # the other ranks wait in all_gather_object
-        mine = [f"rank {rank} cannot compare it with its checksums ({error})"]
+    if errors:
+        mine = [f"rank {rank} cannot compare it with its checksums ({errors[0]})"]
     everywhere = [mine]
     if world_size > 1:
         everywhere = [[] for _ in range(world_size)]

@@ -20,7 +20,7 @@ from slime.backends.training.arguments import CheckpointArgs
 from slime.backends.training.checkpoint_files import make_empty
 from slime.backends.training.checkpoint_source import find_start
 from slime.config.groups import from_args
-from slime.utils.errors import ConfigError
+from slime.utils.errors import ConfigError, undone
 
 MARKER = "slime_export.json"
 _FORMAT = 1
@@ -66,12 +66,8 @@ def _replace(target: Path, partial: Path, old: Path) -> None:
     # path is missing only between the two renames, and the next export puts an old one back
     if target.exists():
         target.rename(old)
-    try:
+    with undone(lambda: old.rename(target) if old.exists() else None):
         partial.rename(target)
-    except BaseException:
-        if old.exists():
-            old.rename(target)
-        raise
     shutil.rmtree(old, ignore_errors=True)
 
 

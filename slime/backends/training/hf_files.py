@@ -26,7 +26,7 @@ from slime.backends.protocols import NamedTensor
 from slime.backends.training.export_files import MARKER, begin_export, beside, finish_export
 from slime.backends.training.hf_shards import INDEX, Content, name_shards, spread, write_shards
 from slime.utils.distributed_utils import do_on_first_rank, files_group
-from slime.utils.errors import ConfigError, SlimeError
+from slime.utils.errors import ConfigError, SlimeError, kept, named, translated, undone
 
 logger = logging.getLogger(__name__)
 
@@ -196,10 +196,9 @@ class TensorReader:
 
     def _handle(self, file: str) -> Any:
         if file not in self._open:
-            try:
+            # safetensors has a class of its own for a damaged file
+            with translated(lambda error: ConfigError(f"{self.where}: cannot read {file}: {error}")):
                 self._open[file] = safe_open(self.directory / file, framework="pt")
-            except Exception as error:  # safetensors raises its own class for a damaged file
-                raise ConfigError(f"{self.where}: cannot read {file}: {error}") from None
         return self._open[file]
 
 
@@ -279,15 +278,16 @@ def save_hf_directory(
     writers = spread([number for number, one in enumerate(sees) if one == sees[0]], _MAX_WRITERS)
     files: list[dict[str, int]] = []
     mine: tuple[str | None, dict[int, str]]
-    try:
+    errors: list[Exception] = []
+    with kept(errors):
         content = _with_remainder(weights, hf_checkpoint)
         files, checksums = write_shards(
             content, partial, _MAX_FILE_BYTES, is_mine=lambda number: writers[number % len(writers)] == rank
         )
         mine = None, checksums
-    except Exception as error:
-        logger.exception("rank %d: writing a Hugging Face checkpoint at %s failed", rank, path)
-        mine = f"rank {rank}: {type(error).__name__}: {error}", {}
+    if errors:
+        logger.error("rank %d: writing a Hugging Face checkpoint at %s failed", rank, path, exc_info=errors[0])
+        mine = f"rank {rank}: {named(errors[0])}", {}
     for _ in weights:  # a writer that failed, too: the others wait for it at every tensor
         pass
     reports: list[tuple[str | None, dict[int, str]]] = [mine] * dist.get_world_size()
@@ -347,15 +347,12 @@ def write_hf_directory(
         keeps_rest: False: only ``weights`` are written.
     """
     partial = _begin(source, path)
-    try:
+    with undone(lambda: shutil.rmtree(partial, ignore_errors=True)):
         if config_path is not None:
             shutil.copy2(config_path, partial / "config.json")
         written: Iterable[Content] = _with_remainder(weights, source) if keeps_rest else weights
         files, checksums = write_shards(written, partial, max_file_bytes or _MAX_FILE_BYTES, num_threads=num_writers)
         _end(path, name_shards(partial, files, checksums), quantization)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
 
 
 def _begin(source: str, path: str) -> Path:
@@ -364,13 +361,10 @@ def _begin(source: str, path: str) -> Path:
     if target.resolve() == Path(source).resolve():
         raise ConfigError(f"--save-hf {path} is the same directory as --hf-checkpoint; name another one.")
     partial = begin_export(path)
-    try:
+    with undone(lambda: shutil.rmtree(partial, ignore_errors=True)):
         for file in Path(source).iterdir():
             if file.is_file() and file.suffix not in _WEIGHT_FILES and file.name not in (INDEX, MARKER):
                 shutil.copy2(file, partial / file.name)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
     return partial
 
 

@@ -26,7 +26,7 @@ from slime.observability.sample_record import record_training
 from slime.observability.tracking import run_directory
 from slime.observability.train_data_utils import save_debug_train_data
 from slime.utils import accelerator
-from slime.utils.errors import SlimeError
+from slime.utils.errors import SlimeError, named, translated
 
 ReadOutput: TypeAlias = Callable[[MicroBatch, torch.Tensor], torch.Tensor]
 """(micro-batch, output of the model) -> ``[N, ...]`` for its response tokens, samples in order."""
@@ -265,15 +265,15 @@ class BadSteps:
     @contextmanager
     def dumping(self, rollout_id: int, batch: dict[str, Any]) -> Iterator[None]:
         """Dump ``batch`` if the block raises, and raise a SlimeError that names the file."""
-        try:
-            yield
-        except Exception as error:  # users' functions may raise anything
+
+        def failed(error: BaseException) -> SlimeError:
             dump = self._dump(rollout_id, batch, str(error))
             fix = _MORE_ROOM if isinstance(error, torch.OutOfMemoryError) else ""
-            raise SlimeError(
-                f"trainer rank {self._rank} failed on rollout {rollout_id}: {type(error).__name__}: {error} "
-                f"Its batch {dump}.{fix}"
-            ) from error
+            where = f"trainer rank {self._rank} failed on rollout {rollout_id}"
+            return SlimeError(f"{where}: {named(error)} Its batch {dump}.{fix}")
+
+        with translated(failed):  # of users' functions
+            yield
 
     def count(self, rollout_id: int, step: int, batch: dict[str, Any], reason: str | None) -> float:
         """Count a step. Returns the number of skipped steps of the run, this one included.

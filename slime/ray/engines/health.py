@@ -15,6 +15,8 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
+from slime.utils.errors import reported
+
 logger = logging.getLogger(__name__)
 
 # Polls a health check: True if the engine answered, False if it did not answer in time, None while it may answer.
@@ -148,7 +150,6 @@ class HealthMonitor:
         while not self._stopped.wait(_LOOK_EVERY_S):
             if self._is_paused:  # the owner calls look() itself if a call to paused engines fails
                 continue
-            try:
+            # one failed look must not end the thread that watches
+            with reported(lambda _: logger.exception("a look at the engines failed")):
                 self.look()
-            except Exception:  # one failed look must not end the thread that watches
-                logger.exception("a look at the engines failed")

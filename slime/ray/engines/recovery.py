@@ -86,23 +86,19 @@ class Recovery:
         """Call ``update`` with all living engines. If engines die during the call, repeat it with the others."""
         while True:
             fleet = self._fleet_to_sync()
-            try:
-                report = update(fleet)
-            except Exception as error:  # an error of any kind may be the consequence of a death
-                lost = self._lost(fleet, error)
-                if not lost:
-                    raise
-                log_deaths(lost, "a weight sync", error)
-            else:
+            reports: list[T] = []
+            with self.tolerating_deaths(fleet, "a weight sync"):
+                reports.append(update(fleet))
+            if reports:
                 self._engines.call(RolloutServers.end_sync, fleet.names)
-                return report
+                return reports[0]
 
     @contextmanager
     def tolerating_deaths(self, fleet: RayEngineFleet, during: str) -> Iterator[None]:
         """Only log an error of the block if engines of ``fleet`` have died: they will be replaced."""
         try:
             yield
-        except Exception as error:  # as in sync
+        except Exception as error:  # an error of any kind may be the consequence of a death
             lost = self._lost(fleet, error)
             if not lost:
                 raise
@@ -114,7 +110,7 @@ class Recovery:
             return
         try:
             is_sent = self._send_now(waiting)
-        except Exception as error:  # as in sync
+        except Exception as error:  # as in tolerating_deaths
             if not self._lost(waiting.fleet, error):
                 raise
             logger.warning("an engine died again before it had its weights: %s", message_of(error) or error)

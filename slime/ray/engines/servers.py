@@ -42,7 +42,7 @@ from slime.ray.placement_group import GpuSlots, check_room, release_placement_gr
 from slime.ray.run.cluster import NOSET_VISIBLE_DEVICES, engines_share_devices, node_address, slot_layout, worker_env
 from slime.utils import accelerator
 from slime.utils.deadline import Deadline
-from slime.utils.errors import ConfigError, EngineError
+from slime.utils.errors import ConfigError, EngineError, undone
 
 logger = logging.getLogger(__name__)
 
@@ -78,16 +78,13 @@ class RolloutServers(EngineMemory, ElasticEngines):
         self._joined: dict[int, GpuSlots] = {}
         self._reserving: set[int] = set()
         self._changing = threading.RLock()
-        try:
+        with undone(self.stop):  # no router may survive
             if args.rollout_external:
                 self._use_external(external_engine_infos_from_args(args))
             elif self.awaits_engines:
                 self._use_external([])
             else:
                 self._start_local()
-        except BaseException:  # Ctrl-C as well: no router may survive
-            self.stop()
-            raise
 
     # ---------------------------------------------------------------- start
 

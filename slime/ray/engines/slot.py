@@ -19,7 +19,7 @@ from slime.ray.engines.health import Answer
 from slime.ray.watch.failure_report import message_of
 from slime.ray.watch.waiting import get
 from slime.utils.deadline import Deadline
-from slime.utils.errors import DeadlineExceeded, EngineError, SlimeError
+from slime.utils.errors import DeadlineExceeded, EngineError, SlimeError, kept, named, reported
 
 logger = logging.getLogger(__name__)
 
@@ -123,26 +123,25 @@ def asked_whether_responsive(handle: Any, timeout_s: float) -> Answer:
 
 def value_of(call: Any, *, if_dead: bool) -> bool:
     """The result of a finished call. ``if_dead`` if the actor of the call is dead."""
-    try:
-        return bool(ray.get(call))
-    except ActorDiedError:
-        return if_dead
-    except Exception as error:  # Ray raises the error of the actor in its own type
-        logger.warning("an engine could not be looked at: %s", text_of(error))
-        return False
+    # Ray raises the error of the actor in its own type
+    with reported(lambda error: logger.warning("an engine could not be looked at: %s", text_of(error))):
+        try:
+            return bool(ray.get(call))
+        except ActorDiedError:
+            return if_dead
+    return False
 
 
 def text_of(error: BaseException) -> str:
-    return message_of(error) or f"{type(error).__name__}: {error}"
+    return message_of(error) or named(error)
 
 
 def cause_of_death(handle: Any) -> Exception | None:
     """The cause of an engine's death, if its actor knows it."""
-    try:
+    errors: list[Exception] = []
+    with kept(errors):  # the error is the answer
         get(handle.raise_if_dead.remote(), LOOK_TIMEOUT_S, "the cause of an engine's death")
-    except Exception as error:  # the error is the answer
-        return error
-    return None
+    return errors[0] if errors else None
 
 
 def clean_up(slot: Slot, router_url: str, reason: str) -> str:

@@ -31,7 +31,7 @@ from slime.ray.run import worker_launcher
 from slime.ray.run.worker_logs import followed, received
 from slime.utils import accelerator
 from slime.utils.deadline import Deadline
-from slime.utils.errors import ConfigError, StartFailed
+from slime.utils.errors import ConfigError, StartFailed, kept
 from slime.utils.net import WEIGHT_INTERFACES, WEIGHT_LOOPBACK
 from slime.utils.reaper import reap, start_reaper, with_their_children
 from slime.utils.scratch import scratch_folder
@@ -152,19 +152,19 @@ def _start_embedded(slots: int, directory: Path) -> None:
     mine = psutil.Process()
     before = set(mine.children())
     for is_last in (False, True):
-        try:
+        errors: list[Exception] = []
+        with kept(errors):  # a bare Exception, errors of gRPC, timeouts
             return _init_embedded(slots, directory)
-        except Exception as error:  # a bare Exception, errors of gRPC, timeouts
-            ray.shutdown()
-            # Not the new children of older ones: they are forks of the process that preloads.
-            reap(with_their_children(set(mine.children()) - before), grace_s=0.0)
-            reason = f"Ray did not start: {str(error).partition('. ')[0] or type(error).__name__}"
-            if is_last:
-                raise StartFailed(
-                    f"{reason}. It was started twice. A machine without free processors or memory is the usual cause: "
-                    "end other programs and start again."
-                ) from error
-            logger.warning("%s. It is started once more.", reason)
+        ray.shutdown()
+        # Not the new children of older ones: they are forks of the process that preloads.
+        reap(with_their_children(set(mine.children()) - before), grace_s=0.0)
+        reason = f"Ray did not start: {str(errors[0]).partition('. ')[0] or type(errors[0]).__name__}"
+        if is_last:
+            raise StartFailed(
+                f"{reason}. It was started twice. A machine without free processors or memory is the usual cause: "
+                "end other programs and start again."
+            ) from errors[0]
+        logger.warning("%s. It is started once more.", reason)
 
 
 def _init_embedded(slots: int, directory: Path) -> None:

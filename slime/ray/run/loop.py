@@ -41,7 +41,7 @@ from slime.ray.watch.failure_report import message_of
 from slime.ray.watch.progress import CurrentPhases, Progress, phase
 from slime.ray.watch.waiting import get, raise_if_dead
 from slime.utils.deadline import acknowledge
-from slime.utils.errors import SlimeError
+from slime.utils.errors import SlimeError, reported
 from slime.utils.files import RunLock
 from slime.utils.misc import should_run_periodic_action
 from slime.weight_sync.probe import verify_adapter, verify_canary
@@ -114,10 +114,9 @@ class RunHandles:
         acknowledge()  # otherwise the waits below would raise the interrupt again
         if self.engine_port is not None:
             self.engine_port.close()
-        try:
+        # the actors die below with their children, whatever fails here
+        with reported(lambda error: logger.warning("engines were not stopped in order: %s", _first_line(error))):
             get(self.manager.dispose.remote(), _DISPOSE_TIMEOUT_S, "the rollout manager to stop its engines")
-        except Exception as error:  # the actors die below with their children, whatever failed here
-            logger.warning("engines were not stopped in order: %s", _first_line(error))
         ray.kill(self.manager)
         self.data_buffer.kill()
         for group in self.trainers:
@@ -439,11 +438,10 @@ class Run:
         if self.trainer is None or not self._args.async_save:
             return
         acknowledge()
-        try:
+        text = "the checkpoint that was being written does not count: %s"
+        with reported(lambda error: logger.warning(text, _first_line(error))):  # the run ends with its own error
             raise_if_dead(self.handles.ranks, "a checkpoint that was being written")
             self.trainer.finish_saves(_FINISH_SAVES_TIMEOUT_S)
-        except Exception as error:  # the run ends with its own error, not with this one
-            logger.warning("the checkpoint that was being written does not count: %s", _first_line(error))
 
 
 def _first_line(error: Exception) -> str:

@@ -35,7 +35,7 @@ from slime.ray.run.loop import Run, RunHandles
 from slime.ray.watch.failure_report import message_of
 from slime.ray.watch.progress import Progress
 from slime.ray.watch.waiting import get
-from slime.utils.errors import ConfigError, ProcessDied, StartFailed
+from slime.utils.errors import ConfigError, ProcessDied, StartFailed, undone
 from slime.utils.files import lock_save
 
 logger = logging.getLogger(__name__)
@@ -79,17 +79,14 @@ def start_run(args: Namespace) -> Run:
     """
     config = run_config(args)
     handles = _create_handles(config.args)
-    try:
-        with START.shown():
-            run = _complete(config, handles)
-        handles.console.begin(run.rollout_ids)
-        return run
-    except ProcessDied as death:
-        handles.dispose()
-        raise StartFailed(f"the run could not start: {message_of(death)}") from None
-    except BaseException:  # Ctrl-C as well: no process may survive
-        handles.dispose()
-        raise
+    with undone(handles.dispose):  # no process may survive
+        try:
+            with START.shown():
+                run = _complete(config, handles)
+            handles.console.begin(run.rollout_ids)
+            return run
+        except ProcessDied as death:
+            raise StartFailed(f"the run could not start: {message_of(death)}") from None
 
 
 def _create_handles(args: Namespace) -> RunHandles:

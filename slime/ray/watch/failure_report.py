@@ -33,7 +33,7 @@ from ray.exceptions import ObjectStoreFullError, OutOfDiskError, RayActorError, 
 from slime.observability.run_log import RUN_LOG
 from slime.ray.watch.heartbeat import STACK_SIGNAL, ProcessInfo, myself, process_of, processes_of
 from slime.utils.deadline import Deadline
-from slime.utils.errors import DeadlineExceeded, ProcessDied, SlimeError
+from slime.utils.errors import DeadlineExceeded, ProcessDied, SlimeError, reported
 from slime.utils.process import log_tail, tail
 
 _STACK_TIMEOUT_S = 1.0
@@ -244,11 +244,10 @@ def _or_none(ask: Callable[..., Answer]) -> Callable[..., Answer | None]:
 
     @functools.wraps(ask)
     def asked(*arguments: Any) -> Answer | None:
-        try:
+        # errors of Ray's own kinds, gRPC's and others
+        with reported(lambda error: logger.debug("Ray does not say what waits for a place: %s", error)):
             return ask(*arguments)
-        except Exception as error:  # of Ray's own kinds, gRPC's and others
-            logger.debug("Ray does not say what waits for a place: %s", error)
-            return None
+        return None
 
     return asked
 

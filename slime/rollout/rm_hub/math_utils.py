@@ -16,6 +16,7 @@ from decimal import Decimal
 from typing import Any
 
 from slime.rollout.rm_hub.grader_pool import MAX_CHARS, grade_in_process
+from slime.utils.errors import reported
 
 __all__ = [
     "compare_with_sympy",
@@ -376,12 +377,15 @@ def _difference(truth: str, given: str) -> str:
 def _are_equal_under_sympy(truth: str, given: str) -> bool:
     import sympy
 
-    try:
+    with reported(pass_memory_error):  # sympy raises many kinds of errors on text that is not a formula
         return bool(sympy.simplify(_parse(_difference(truth, given))) == 0)
-    except MemoryError:
-        raise
-    except Exception:  # sympy raises many kinds of errors on text that is not a formula; such answers are not equal
-        return False
+    return False
+
+
+def pass_memory_error(error: Exception) -> None:
+    """Raise the error of a grader whose memory is at its limit, which ends its process."""
+    if isinstance(error, MemoryError):
+        raise error
 
 
 def _parse(expr: str) -> Any:

@@ -16,8 +16,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from slime.rollout.rm_hub.grader_pool import MAX_CHARS, grade_in_process
-from slime.rollout.rm_hub.math_utils import extract_boxed_answer, grade_answer_mathd, grade_answer_sympy
-from slime.utils.errors import DataError
+from slime.rollout.rm_hub.math_utils import (
+    extract_boxed_answer,
+    grade_answer_mathd,
+    grade_answer_sympy,
+    pass_memory_error,
+)
+from slime.utils.errors import DataError, reported
 
 _END_OF_THINKING = "</think>"
 _RESPONSE = "###Response"
@@ -195,14 +200,11 @@ def compare_with_math_verify(response: str, truth: str) -> float:
     """The verdict of the library. Runs in a grader process."""
     from math_verify import parse, verify
 
-    try:
+    # The library raises many kinds of errors on text that it cannot read. Such an answer is wrong.
+    with reported(pass_memory_error):
         gold = parse(truth, parsing_timeout=None)  # its own limits are signals, which C code does not see
         return float(verify(gold, parse(response, parsing_timeout=None), timeout_seconds=None))
-    except MemoryError:
-        raise
-    # The library raises many kinds of errors on text that it cannot read. Such an answer is wrong.
-    except Exception:
-        return 0.0
+    return 0.0
 
 
 # ``--rm-type ifbench``: 1.0 when a response follows every instruction, judged by IFBench's own evaluation code.
