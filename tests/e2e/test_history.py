@@ -100,7 +100,7 @@ def test_a_run_that_was_killed_three_times_has_one_history(killed):
     output, logs = killed
     known = defaultdict(list)
     for line in map(json.loads, (output / "checkpoints" / "rollout" / WEIGHTS).read_text().splitlines()):
-        if "version" in line:
+        if "hash" in line:
             known[line["version"]].append((line["hash"], line["tensors"]))
     assert list(known) == list(range(7))
     repeated = [version for version, weights in known.items() if len(weights) > 1]
