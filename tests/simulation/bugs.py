@@ -118,7 +118,7 @@ BUGS: dict[str, Bug] = {
         "prompts that later rollouts had drawn were lost after a restart of train_async.py",
         "f4e1108",
         _position_of_the_checkpoint,
-        (0, 2),
+        (0, 4),
         "train_async",
     ),
     "groups under way": Bug(
@@ -129,13 +129,13 @@ BUGS: dict[str, Bug] = {
         "fully async",
     ),
     "unflushed data state": Bug(
-        "after a power failure the data state of the checkpoint was damaged", "a8411c5", _unflushed_data_state, (6, 29)
+        "after a power failure the data state of the checkpoint was damaged", "a8411c5", _unflushed_data_state, (37, 41)
     ),
     "unflushed trained line": Bug(
         "after a power failure the ledger reported trained prompts as lost",
         "a8411c5",
         _unflushed_trained_line,
-        (3,),
+        (0, 1),
         "train",
         Fault(262, "power failure"),  # between the line and the next flush of the ledger
     ),
@@ -143,6 +143,6 @@ BUGS: dict[str, Bug] = {
         "an engine refused the repetition of a request whose first attempt was lost but still ran",
         "9ad1759",
         _one_id_for_all_attempts,
-        (63, 98),
+        (5, 86),
     ),
 }

@@ -6,12 +6,15 @@ were trained on. So a wrong version in the reply, or a mixture of versions, is v
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Sequence
 from typing import Any
 
+from ray.exceptions import RayError
+
 from slime.backends.protocols import EngineInfo
-from slime.utils.errors import EngineError, EngineSilent
+from slime.utils.errors import EngineError, EngineSilent, SlimeError
 from tests.simulation.cluster import Later, inline
 from tests.simulation.network import Exchange, Server, network
 from tests.simulation.world import Process, world
@@ -122,6 +125,26 @@ class EngineServer(Server):
         self._running.pop(exchange, None)
         if exchange in self._waiting:
             self._waiting.remove(exchange)
+
+
+class EnginePort:
+    """``slime.ray.run.engine_port.EnginePort`` without HTTP: its thread, and the calls that its requests make."""
+
+    def __init__(self, engines: Any, port: int) -> None:
+        self.process = world().current.process
+        self.url = "http://driver:0"
+        self._engines = engines
+        world().globals["engine port"] = self
+
+    def resize(self, count: int) -> None:
+        from slime.ray.engines.servers import RolloutServers
+
+        with contextlib.suppress(RayError, SlimeError):  # as the port, which answers with the error
+            self._engines.call(RolloutServers.resize, count)
+        world().note(f"asked for {count} engines")
+
+    def close(self) -> None:
+        world().globals["engine port"] = None
 
 
 class SimulatedEngine:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from tests.simulation.world import Process, World
 
-_EVENTS = 520  # usual number of events of a run without faults
+_EVENTS = 650  # usual number of events of a run without faults
 _TARGETS = ("driver", "manager", "buffer", "trainer", "engine", "server", "router")
 
 
@@ -92,6 +92,14 @@ def _slow_disk(here: World, fault: Fault) -> None:
     here.globals["disk"].slow_until = here.now + fault.seconds
 
 
+def _engines_change(here: World, fault: Fault) -> None:
+    """An operator asks for another number of engines, at the port of the driver."""
+    port = here.globals.get("engine port")
+    if port is not None and not port.process.is_dead:
+        count = here.random.randrange(1, 4)
+        here.spawn("operator's request", lambda: port.resize(count), port.process)
+
+
 def _power(here: World, fault: Fault) -> None:
     for process in _alive(here, ""):
         if process is not here.main.process:
@@ -103,6 +111,7 @@ KINDS: dict[str, Callable[[World, Fault], None]] = {
     "kill": _kill,
     "pause": _pause,
     "preemption": _preempt,
+    "engines join or leave": _engines_change,
     "partition": _cut,
     "lost and duplicated messages": _bad_network,
     "slow network": _slow_network,
@@ -110,7 +119,7 @@ KINDS: dict[str, Callable[[World, Fault], None]] = {
     "slow disk": _slow_disk,
     "power failure": _power,
 }
-_WEIGHTS = (8, 3, 2, 2, 2, 1, 2, 1, 1)
+_WEIGHTS = (8, 3, 2, 3, 2, 2, 1, 2, 1, 1)
 
 
 def schedule(here: World) -> list[Fault]:

@@ -83,6 +83,7 @@ def parsed(mode: str) -> bytes:
     model, prompts = _task()
     is_async, more = MODES[mode]
     argv = ["--hf-checkpoint", model, "--prompt-data", prompts, "--fp32", "--rollout-shuffle", "--use-fault-tolerance"]
+    argv += ["--engines-port", "0"]
     argv += ["--weight-sync-proof", "none"]  # weights are numbers here
     argv += ["--rollout-num-gpus", "2", "--actor-num-gpus-per-node", "1", "--num-gpus-per-node", "3"]
     argv += ["--num-rollout", str(NUM_ROLLOUTS), "--rollout-batch-size", "2", "--n-samples-per-prompt", str(GROUP_SIZE)]

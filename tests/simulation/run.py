@@ -13,6 +13,7 @@ import functools
 import gc
 import importlib
 import logging
+import pickle
 import random
 import shutil
 import sys
@@ -29,6 +30,7 @@ from unittest import mock
 
 from ray.exceptions import RayActorError
 
+from slime.utils.errors import DeadlineExceeded
 from tests.simulation import cluster, disk, engines, faults, network, threads, trainer
 from tests.simulation.law import broken_laws, changed_samples
 from tests.simulation.modes import FULLY_ASYNC, MODES, NUM_ROLLOUTS, arguments, parsed
@@ -79,6 +81,15 @@ class _Slots:
 
 def _slots(args: Namespace) -> dict[str, Any]:
     return {"actor": _Slots(args.world_size), "rollout": _Slots(args.rollout_num_gpus)}
+
+
+def _reserve(count: int, timeout_s: float) -> _Slots:
+    """Devices for an engine that joins, after up to a second, or never."""
+    here = world()
+    here.sleep(here.random.random())
+    if here.chance(0.1):
+        raise DeadlineExceeded("no node had the devices in time")
+    return _Slots(count)
 
 
 class _Quiet:
@@ -150,6 +161,8 @@ def _names() -> Iterator[tuple[str, str, Any]]:
     yield "slime.ray.journal", "_is_exact", lambda args: True
     yield "slime.ray.rollout", "FinishedSamples", lambda args: _QUIET
     yield "slime.ray.engines.servers", "RouterProcess", network.RouterProcess
+    yield "slime.ray.run.start", "EnginePort", engines.EnginePort
+    yield "slime.ray.run.restart", "copy", SimpleNamespace(deepcopy=lambda args: pickle.loads(pickle.dumps(args)))
     yield "slime.ray.engines.servers", "fork_server_of", nothing
     yield "slime.ray.engines.servers", "node_address", lambda: "host"
     for module in ("slot", "slots"):
@@ -188,6 +201,7 @@ def installed() -> Iterator[None]:
     from slime.ray.data_buffer import DataBuffer
     from slime.ray.engines.actor import EngineActor
     from slime.ray.engines.health import HealthMonitor
+    from slime.ray.engines.servers import RolloutServers
     from slime.rollout.engine_request import EngineRequest
     from slime.utils import http_utils
 
@@ -213,6 +227,9 @@ def installed() -> Iterator[None]:
                         put(module, attribute, real[id(value)])
         for module_name, attribute, value in _names():
             put(importlib.import_module(module_name), attribute, value)
+        put(RolloutServers, "_check_room", staticmethod(lambda number: None))
+        put(RolloutServers, "_reserve_engine", staticmethod(_reserve))
+        put(RolloutServers, "_release", staticmethod(lambda groups: None))
         put(http_utils, "_http_client", network.Client())
         put(DataBuffer, "trained", _counted(DataBuffer.trained))
         defaults = HealthMonitor.__init__.__kwdefaults__

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from slime.ray.engines.slots import EngineSlots
 from slime.ray.journal import Journal
 from slime.ray.rollout import RolloutManager
 from slime.ray.run.loop import Run
@@ -92,6 +93,22 @@ def test_an_evaluation_that_new_weights_interrupt_is_found(monkeypatch):
     found = [problem for result in results for problem in result.problems]
     assert found
     assert all(re.fullmatch(r"the evaluation after rollout \d scored tokens of versions .*", each) for each in found)
+
+
+def test_an_engine_that_is_to_leave_and_dies_in_a_weight_sync_ends_no_start(monkeypatch):
+    def errors() -> list[str]:
+        syncs = [[Fault(at, "engines join or leave"), Fault(at + 6, "kill", "server")] for at in range(230, 254, 3)]
+        return [error for planned in syncs for error in simulate(2, mode="train", planned=planned).errors]
+
+    assert errors() == []
+    find_ended = EngineSlots._find_ended
+
+    def without_leaving(self):
+        states = self.states()
+        return {rank: ended for rank, ended in find_ended(self).items() if states[rank][0] != "leaving"}
+
+    monkeypatch.setattr(EngineSlots, "_find_ended", without_leaving)
+    assert errors(), "no schedule kills an engine between its request to leave and the end of a sync"
 
 
 @pytest.mark.parametrize("name", BUGS)
