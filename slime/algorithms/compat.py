@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from slime.algorithms import grpo, reinforce_pp
 from slime.algorithms.arguments import AlgorithmArgs
-from slime.algorithms.gae import chunked_gae, vanilla_gae
 from slime.algorithms.gspo import sequence_log_ratio
 from slime.algorithms.logprobs import log_probs_and_entropy
 from slime.algorithms.off_policy import drifted_tokens
+from slime.algorithms.ppo import chunked_gae, vanilla_gae
 from slime.algorithms.reduce import Samples
 from slime.algorithms.types import CreditData
 

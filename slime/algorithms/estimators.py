@@ -32,8 +32,8 @@ class Estimator:
     name: str
     # paths instead of functions: the command line reads this table and must not import torch
     credit: str
-    log_ratio: str = "slime.algorithms.clip:token_log_ratio"
-    surrogate: str = "slime.algorithms.clip:surrogate"
+    log_ratio: str = "slime.algorithms.ppo:token_log_ratio"
+    surrogate: str = "slime.algorithms.ppo:surrogate"
     is_centered: bool = False
     is_scaled: bool = False
     has_kl_in_rewards: bool = False

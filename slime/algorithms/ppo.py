@@ -1,7 +1,7 @@
-"""PPO with a critic: credit by generalized advantage estimation, and the critic's loss.
+"""PPO: the clipped surrogate, credit by generalized advantage estimation, and the critic's loss.
 
-``credit`` is called once per rollout, ``value_loss`` per micro-batch of the critic. The policy's surrogate is in
-``clip``.
+``surrogate`` is called per micro-batch of the policy, ``credit`` once per rollout, ``value_loss`` per micro-batch of
+the critic. Other estimators use the surrogate, the probability ratio and the discounted sums as well.
 """
 
 from __future__ import annotations
@@ -11,9 +11,61 @@ from collections.abc import Sequence
 import torch
 
 from slime.algorithms.arguments import AlgorithmArgs
-from slime.algorithms.gae import chunked_gae
-from slime.algorithms.reduce import Reducer
+from slime.algorithms.reduce import Reducer, Samples
 from slime.algorithms.types import Credit, CreditData, LossOutput, Ragged
+
+
+def token_log_ratio(log_probs: torch.Tensor, old_log_probs: torch.Tensor, samples: Samples) -> torch.Tensor:
+    """``log pi_old - log pi_new`` per token, ``[N]``, and 0 for tokens that are not trained."""
+    # where, not a product: the ratio of a token that only conditions the others (a tool's output) may overflow, and
+    # inf * 0 in the backward pass is nan
+    return torch.where(samples.mask, old_log_probs - log_probs, 0.0)
+
+
+def surrogate(
+    log_ratio: torch.Tensor, log_probs: torch.Tensor, advantages: torch.Tensor, settings: AlgorithmArgs
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`clipped_surrogate` with the bounds of the flags."""
+    return clipped_surrogate(log_ratio, advantages, *settings.clip_bounds, settings.eps_clip_c)
+
+
+def clipped_surrogate(
+    ppo_kl: torch.Tensor,
+    advantages: torch.Tensor,
+    eps_clip: float,
+    eps_clip_high: float,
+    eps_clip_c: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pessimistic surrogate of PPO as a loss to minimize.
+
+    Sources: PPO, Schulman et al. 2017, arXiv:1707.06347, eq. 7; asymmetric upper bound ("clip-higher"), DAPO,
+    arXiv:2503.14476, eq. 10; dual clip, Ye et al. 2020, arXiv:1912.09729, eq. 5. Sign: the paper's objective is
+    maximized, this is its negative.
+
+    Args:
+        ppo_kl: ``log pi_old - log pi_new`` per token, so the ratio is ``r = exp(-ppo_kl)``.
+        advantages: same shape.
+        eps_clip, eps_clip_high: the ratio is clipped to ``[1 - eps_clip, 1 + eps_clip_high]``.
+        eps_clip_c: dual-clip bound, above 1. None switches it off.
+
+    Returns:
+        (loss per token, 1.0 if the clipped branch is the larger loss), same shape as the input.
+
+    Raises:
+        ValueError: ``eps_clip_c`` is not above 1.
+    """
+    if eps_clip_c is not None and eps_clip_c <= 1:
+        raise ValueError(f"--eps-clip-c {eps_clip_c} must be above 1.")
+    ratio = torch.exp(-ppo_kl)
+    plain = -ratio * advantages
+    clipped = -ratio.clamp(1 - eps_clip, 1 + eps_clip_high) * advantages
+    # the larger loss: a ratio beyond the bounds gives no further gain, but its full loss
+    loss = torch.maximum(plain, clipped)
+    if eps_clip_c is not None:
+        # with a negative advantage the loss grows with the ratio, and one token could dominate the batch
+        loss = torch.where(advantages < 0, torch.minimum(-eps_clip_c * advantages, loss), loss)
+    # the metric counts the two bounds of the ratio, not the dual clip
+    return loss, (clipped > plain).to(loss.dtype)
 
 
 @torch.no_grad()
@@ -103,3 +155,88 @@ def value_loss(
     loss = reduce(torch.maximum((bounded - returns).square(), (values - returns).square()))
     clipped = reduce((moved.abs() > value_clip).to(values.dtype))
     return LossOutput(loss=loss, metrics={"value_loss": loss.detach(), "value_clipfrac": clipped.detach()})
+
+
+# ---- discounted sums backwards in time, and GAE, which is one of them: padded rows ``[B, T]``
+
+
+def vanilla_gae(
+    rewards: torch.Tensor, values: torch.Tensor, gamma: float, lambd: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """GAE token by token: the definition, to check the chunked form.
+
+    Source: Schulman et al. 2015, arXiv:1506.02438, eq. 11 to 16. With ``v_T = 0``:
+
+        delta_t = r_t + gamma v_{t+1} - v_t       A_t = delta_t + gamma lambd A_{t+1}       return_t = A_t + v_t
+
+    Args:
+        rewards, values: ``[B, T]``, right-padded with zeros.
+
+    Returns:
+        (advantages ``[B, T]``, returns ``[B, T]``).
+    """
+    deltas = _deltas(rewards, values, gamma)
+    advantages = torch.zeros_like(deltas)
+    following = deltas.new_zeros(deltas.shape[0])
+    for t in reversed(range(deltas.shape[1])):
+        following = deltas[:, t] + gamma * lambd * following
+        advantages[:, t] = following
+    return advantages, advantages + values
+
+
+def chunked_gae(
+    rewards: torch.Tensor, values: torch.Tensor, gamma: float, lambd: float, chunk_size: int = 128
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`vanilla_gae` with ``T / chunk_size`` sequential steps instead of ``T``."""
+    advantages = chunked_discounted_returns(_deltas(rewards, values, gamma), gamma * lambd, chunk_size)
+    return advantages, advantages + values
+
+
+def chunked_discounted_returns(rewards: torch.Tensor, discount: float, chunk_size: int = 128) -> torch.Tensor:
+    """``G_t = r_t + discount G_{t+1}``, one matrix product per row of chunks and a carry between chunks.
+
+    Time is reversed, so inside a chunk ``y = x M`` with ``M[r, c] = discount^(c - r)`` for ``c >= r``. What came before
+    the chunk adds ``discount^(1..C)`` times its last value.
+
+    Args:
+        rewards: ``[B, T]``.
+        discount: 0 to 1.
+        chunk_size: ``C``.
+
+    Returns:
+        ``[B, T]`` in the dtype of ``rewards``, equal to the recurrence up to rounding.
+
+    Raises:
+        ValueError: ``rewards`` is not 2-D, or the chunk size is below 1.
+    """
+    if rewards.dim() != 2 or chunk_size < 1:
+        raise ValueError(f"expected rewards [B, T] and a positive chunk size, got {tuple(rewards.shape)}, {chunk_size}")
+    batch, length = rewards.shape
+    if not batch or not length:
+        return rewards.clone()
+    chunk = min(chunk_size, length)
+    # reversed in time: each chunk then depends only on the chunks before it
+    x = torch.nn.functional.pad(rewards.flip(1), (0, -length % chunk)).view(batch, -1, chunk)
+    steps = torch.arange(chunk, device=rewards.device)
+    exponents = steps.unsqueeze(0) - steps.unsqueeze(1)
+    # powers in fp64: errors of a rounded discount would grow with the exponent
+    base = torch.tensor(discount, dtype=torch.float64, device=rewards.device)
+    # clamp: torch.where evaluates both branches, and 0 to a negative power is infinite
+    powers = torch.where(exponents >= 0, base ** exponents.clamp(min=0), 0.0).to(rewards.dtype)
+    carried = (base ** (steps + 1)).to(rewards.dtype)
+    sums = x @ powers
+    # the only sequential part: one step per chunk
+    carry = sums[:, 0, -1]
+    for k in range(1, sums.shape[1]):
+        sums[:, k] += carry.unsqueeze(1) * carried
+        carry = sums[:, k, -1]
+    return sums.reshape(batch, -1)[:, :length].flip(1)
+
+
+def _deltas(rewards: torch.Tensor, values: torch.Tensor, gamma: float) -> torch.Tensor:
+    """Temporal differences ``[B, T]``. The value after the last token is 0."""
+    if rewards.shape != values.shape or rewards.dim() != 2:
+        raise ValueError(f"rewards and values must both be [B, T], got {tuple(rewards.shape)}, {tuple(values.shape)}")
+    # min: a row without tokens has no last value to pad
+    following = torch.nn.functional.pad(values[:, 1:], (0, min(1, values.shape[1])))
+    return rewards + gamma * following - values

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from slime.algorithms.arguments import AlgorithmArgs
-from slime.algorithms.gae import chunked_discounted_returns
+from slime.algorithms.ppo import chunked_discounted_returns
 from slime.algorithms.types import Credit, CreditData, Ragged
 
 

@@ -49,11 +49,11 @@ slime.utils.metric_utils
     slime.observability.metric_utils: dict_add_prefix has_repetition
 slime.utils.ppo_utils
     slime.algorithms.cispo: compute_cispo_loss=cispo_loss
-    slime.algorithms.clip: compute_policy_loss=clipped_surrogate
+    slime.algorithms.ppo: compute_policy_loss=clipped_surrogate
     slime.algorithms.compat: calculate_log_probs_and_entropy compute_gspo_kl compute_opsm_mask
     slime.algorithms.compat: get_advantages_and_returns_batch get_grpo_returns
     slime.algorithms.compat: get_reinforce_plus_plus_baseline_advantages get_reinforce_plus_plus_returns
-    slime.algorithms.gae: chunked_discounted_returns chunked_gae vanilla_gae
+    slime.algorithms.ppo: chunked_discounted_returns chunked_gae vanilla_gae
     slime.algorithms.kl: compute_approx_kl=approx_kl
 slime.utils.processing_utils
     slime.data.chat: load_tokenizer

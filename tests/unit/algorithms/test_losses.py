@@ -10,8 +10,8 @@ import torch
 
 from slime.algorithms import grpo
 from slime.algorithms.arguments import AlgorithmArgs
-from slime.algorithms.clip import clipped_surrogate
 from slime.algorithms.kl import approx_kl, importance_ratio
+from slime.algorithms.ppo import clipped_surrogate
 from slime.algorithms.reduce import count_tokens, make_reducer, segment_sum
 from slime.algorithms.sft import sft_loss
 from slime.algorithms.types import CreditData
