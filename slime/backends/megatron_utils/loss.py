@@ -296,7 +296,8 @@ def vanilla_tis_function(
     **kwargs: Any,
 ) -> TisResult:
     """The weights of ``--use-tis``, with the signature of ``--custom-tis-function-path``."""
-    return _corrected(truncated_weights, args, pg_loss, train_log_probs, rollout_log_probs, loss_masks)
+    bounds = args.tis_clip_low, args.tis_clip
+    return _corrected(truncated_weights, bounds, pg_loss, train_log_probs, rollout_log_probs, loss_masks)
 
 
 def icepop_function(
@@ -309,19 +310,20 @@ def icepop_function(
     **kwargs: Any,
 ) -> TisResult:
     """IcePop for ``--custom-tis-function-path``: tokens whose weight leaves the --tis-clip bounds are dropped."""
-    return _corrected(icepop, args, pg_loss, train_log_probs, rollout_log_probs, loss_masks)
+    bounds = args.tis_clip_low, args.tis_clip
+    return _corrected(icepop, bounds, pg_loss, train_log_probs, rollout_log_probs, loss_masks)
 
 
 def _corrected(
     weigh: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, float], Correction],
-    args: Namespace,
+    bounds: tuple[float, float],
     pg_loss: torch.Tensor,
     train_log_probs: Sequence[torch.Tensor],
     rollout_log_probs: Sequence[torch.Tensor],
     loss_masks: Sequence[torch.Tensor],
 ) -> TisResult:
     flat = torch.cat(list(train_log_probs)), torch.cat(list(rollout_log_probs))
-    correction = weigh(pg_loss, *flat, args.tis_clip_low, args.tis_clip)
+    correction = weigh(pg_loss, *flat, *bounds)
     return correction.pg_loss, list(loss_masks), correction.metrics
 
 

@@ -18,7 +18,7 @@ from megatron.core import parallel_state as mpu
 
 from slime.backends.megatron_utils.model.attention import DeepFeatures, PackedSegments
 from slime.backends.megatron_utils.model.gpt import PackedGPTModel
-from slime.backends.megatron_utils.model.rope import table_of
+from slime.backends.megatron_utils.model.packed_rows import table_of
 from slime.backends.training.context_parallel import zigzag_rows
 from slime.backends.training.media import Media
 from slime.models.shape import VisionShape
@@ -106,7 +106,7 @@ class _DeepGradients(torch.autograd.Function):
         return grad, None, *(leaf.grad for leaf in ctx.leaves)
 
 
-def _add_deep_features(layer: Any, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+def _add_deep_features(layer: Any, inputs: Any, kwargs: dict[str, Any], output: Any) -> Any:
     """DeepStack (arXiv:2406.04334): h <- layer(h) + features of a middle block, at image tokens."""
     deep = kwargs["packed_seq_params"].deep_features
     if deep is None:

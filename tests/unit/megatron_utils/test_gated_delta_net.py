@@ -63,7 +63,7 @@ def test_a_kernel_is_called_as_its_library_wants_and_gives_what_plain_torch_give
     backend: str, module: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from slime.backends.megatron_utils.model.gated_delta_net import gated_delta_rule, select_delta_rule, unit_length
-    from slime.backends.megatron_utils.model.sequences import Sequences
+    from slime.backends.megatron_utils.model.packed_rows import Sequences
 
     def kernel(
         q: torch.Tensor,

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from slime.backends.megatron_utils.actor import MegatronTrainer
-from slime.backends.megatron_utils.offload import device_memory
+from slime.backends.megatron_utils.weights import device_memory
 from slime.backends.protocols import TRAINER_PARTS
 from slime.backends.training.offload import DeviceMemory
 from slime.utils.errors import SlimeError

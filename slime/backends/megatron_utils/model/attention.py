@@ -20,8 +20,7 @@ from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
-from slime.backends.megatron_utils.model.rope import rotate, rotation
-from slime.backends.megatron_utils.model.sequences import Sequences
+from slime.backends.megatron_utils.model.packed_rows import Sequences, rotate, rotation
 from slime.backends.training.attention import AttentionPlan, packed_attention, plan_attention
 from slime.backends.training.context_parallel import gather_rows
 from slime.backends.training.data import MicroBatch

@@ -53,7 +53,7 @@ class PackedGPTModel(GPTModel):
         return decoder_input, rotary, cosines, sines, offset, segments.is_padding, *rest
 
     def rope_table(self, segments: Any) -> torch.Tensor:
-        """The table of ``model.rope`` for this rank's rows."""
+        """The table of ``model.packed_rows`` for this rank's rows."""
         table: torch.Tensor = segments.rotation(self.rotary_pos_emb, self.config.params_dtype)
         return table
 
@@ -76,9 +76,9 @@ class PackedGPTModel(GPTModel):
         return logits.transpose(0, 1).contiguous()
 
 
-def _mask_padding(layer: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _mask_padding(layer: Any, inputs: Any, kwargs: dict[str, Any]) -> Any:
     """Megatron's prediction layers do not pass the mask on to their routers."""
-    return args, kwargs | {"padding_mask": kwargs["packed_seq_params"].is_padding}
+    return inputs, kwargs | {"padding_mask": kwargs["packed_seq_params"].is_padding}
 
 
 def unwrap(model: Any) -> GPTModel:

@@ -30,7 +30,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 
 from slime.backends.megatron_utils.checkpoint.tensors import chunks_of
 from slime.backends.megatron_utils.model.attention import LatentSelfAttention, PackedAttention, PackedSegments
-from slime.backends.megatron_utils.model.rope import rotate
+from slime.backends.megatron_utils.model.packed_rows import rotate
 from slime.backends.megatron_utils.precision.quantization import fake_fp8
 from slime.backends.training.attention import AttentionPlan, Piece
 from slime.models.shape import SparseShape
