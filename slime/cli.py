@@ -92,9 +92,7 @@ COMMANDS = (
         "slime.doctor.engine_command:engine",
         "compare an engine, such as that of the next SGLang, with transformers",
     ),
-    Command(
-        "During and after a run", "board", "slime.board.command:board", "show curves, times and samples in a browser"
-    ),
+    Command("During and after a run", "board", "slime.board:board", "show curves, times and samples in a browser"),
     Command(
         "During and after a run",
         "replay",

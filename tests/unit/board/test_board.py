@@ -16,8 +16,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from benchmarks.made_run import make_run
+from slime.board import board
 from slime.board import runs as runs_module
-from slime.board.command import board
 from slime.board.curves import MetricFile, thin
 from slime.board.run_data import RunData, SampleQuery
 from slime.board.runs import Runs, summary
