@@ -182,14 +182,15 @@ def first_row(situation: Situation) -> Iterator[Finding]:
     args = situation.args
     if args is None:
         return
+    keys = args.input_key, args.label_key
     if args.prompt_data is not None and args.load_debug_rollout_data is None:
         for source in parse_sources(args.prompt_data):
-            yield from _row(f"--prompt-data {source.name}".rstrip(), source.path, args)
+            yield from _row(f"--prompt-data {source.name}".rstrip(), source.path, *keys)
     for dataset in vars(args).get("eval_datasets") or ():
-        yield from _row(f"evaluation {dataset.name}", dataset.path, args)
+        yield from _row(f"evaluation {dataset.name}", dataset.path, *keys)
 
 
-def _row(what: str, path: str, args: Namespace) -> Iterator[Finding]:
+def _row(what: str, path: str, input_key: str, label_key: str | None) -> Iterator[Finding]:
     try:
         row: dict[str, Any] | None = next(itertools.islice(read_file(path), 1), None)
     except (DataError, OSError, ImportError) as error:
@@ -199,10 +200,10 @@ def _row(what: str, path: str, args: Namespace) -> Iterator[Finding]:
         yield fail(what, f"{path}: has no rows", "")
         return
     has = f"the first row of {Path(path).name} has {', '.join(map(str, row))}"
-    if prompt_key_of(row, args.input_key) is None:
-        yield fail(what, f"{has}, not {args.input_key}", "name its prompt with --input-key")
-    elif args.label_key is not None and args.label_key not in row:
-        yield fail(what, f"{has}, not {args.label_key}", "name its label with --label-key")
+    if prompt_key_of(row, input_key) is None:
+        yield fail(what, f"{has}, not {input_key}", "name its prompt with --input-key")
+    elif label_key is not None and label_key not in row:
+        yield fail(what, f"{has}, not {label_key}", "name its label with --label-key")
     else:
         yield ok(what, has)
 

@@ -147,7 +147,7 @@ class Golden:
         found: dict[int, torch.Tensor] = {}
 
         def note(layer: int) -> Callable[..., None]:
-            def hook(module: Any, args: Any, output: Any) -> None:
+            def hook(module: Any, inputs: Any, output: Any) -> None:
                 found[layer] = output[-1].reshape(-1, output[-1].shape[-1]).sort(-1).values
 
             return hook

@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
+from slime.models.hf_shape import read_shape
 from slime.models.shape import DeltaNetShape, MlaShape, ModelShape, MoeShape, SparseShape
+from slime.utils.errors import ConfigError
 
 Split = Literal["all", "tensor", "expert"]
 """all: every rank of the pipeline stage holds it. tensor: split among tensor-parallel ranks. expert: experts are
@@ -280,6 +282,22 @@ class ModelDims(Protocol):
 def calculate_fwd_flops(seqlens: Sequence[int], args: ModelDims) -> int:
     """FLOPs of one forward pass over packed sequences. A multiply-add counts as two. See :func:`flops_of_length`."""
     return sum(map(flops_of_length(args), seqlens))
+
+
+def forward_flops(
+    lengths: Sequence[int], hf_checkpoint: str, cost: Callable[[Callable[[int], int]], int | None]
+) -> float:
+    """FLOPs of one forward pass of the model in ``hf_checkpoint``. 0 if they are unknown.
+
+    Args:
+        cost: of sequences that share prefixes, given that of a length. None if they share none.
+    """
+    try:
+        shape = read_shape(hf_checkpoint)
+    except ConfigError:  # only transformers knows the model (--train-backend fsdp)
+        return 0.0
+    shared = cost(flops_of_length(shape))
+    return float(calculate_fwd_flops(lengths, shape) if shared is None else shared)
 
 
 def flops_of_length(args: ModelDims) -> Callable[[int], int]:

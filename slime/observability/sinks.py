@@ -336,7 +336,7 @@ class PrometheusSink:
     ``train/loss`` is ``slime_train_loss{run="<experiment>"}``: every character but letters and digits becomes ``_``.
     """
 
-    def __init__(self, args: Namespace, directory: Path) -> None:
+    def __init__(self, host: str, port: int, directory: Path) -> None:
         from prometheus_client import CollectorRegistry, start_http_server
 
         self._run = directory.name
@@ -344,13 +344,13 @@ class PrometheusSink:
         registry = CollectorRegistry()
         registry.register(self)
         try:
-            self._server, _ = start_http_server(args.metrics_port, args.metrics_host, registry)
+            self._server, _ = start_http_server(port, host, registry)
         except (OSError, OverflowError) as error:
             raise ConfigError(
-                f"--metrics-port {args.metrics_port} --metrics-host {args.metrics_host}: cannot listen there: {error}. "
+                f"--metrics-port {port} --metrics-host {host}: cannot listen there: {error}. "
                 "Choose a free port; 0 lets the system choose."
             ) from None
-        self.url = f"http://{args.metrics_host}:{self._server.server_port}/metrics"
+        self.url = f"http://{host}:{self._server.server_port}/metrics"
         logger.info("metrics for Prometheus: %s", self.url)
 
     def collect(self) -> Iterator[Any]:

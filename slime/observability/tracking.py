@@ -183,7 +183,7 @@ def _chosen_sinks(args: Namespace, directory: Path, started: str) -> Iterator[Si
     if args.use_wandb:
         yield WandbSink(args)
     if args.metrics_port is not None:
-        yield PrometheusSink(args, directory)
+        yield PrometheusSink(args.metrics_host, args.metrics_port, directory)
     for name in dict.fromkeys(args.trackers):
         with translated(partial(_not_started, name)):  # such as a server that is away, a key that is refused
             sink = TRACKERS[name](args, directory)

@@ -21,7 +21,7 @@ from slime.data.dump_file import load_debug_rollout_data, save_debug_rollout_dat
 from slime.data.sample import Sample, iter_samples
 from slime.data.schedule import Schedule
 from slime.hooks.load import load_function
-from slime.models.cost import calculate_fwd_flops, flops_of_length
+from slime.models.cost import forward_flops
 from slime.models.hf_shape import read_shape
 from slime.observability.logging_utils import collecting, configure_logger
 from slime.observability.rollout_metrics import log_eval_rollout_data, log_rollout_data, mean_reward
@@ -39,7 +39,6 @@ from slime.rollout.rm_hub.grader_pool import preload_graders
 from slime.rollout.sample_hooks import set_current_rollout_id, set_evaluated_rollout_id
 from slime.rollout.sglang_rollout import GenerateState
 from slime.utils.async_utils import exits_are_errors
-from slime.utils.errors import ConfigError
 from slime.utils.http_utils import get_rollout_num_engines, set_sender
 
 if TYPE_CHECKING:
@@ -186,13 +185,7 @@ class RolloutManager:
         )
 
     def _flops(self, lengths: list[int], shipment: Shipment) -> float:
-        """Floating-point operations of one forward pass. 0 if they are unknown."""
-        try:
-            shape = read_shape(self._args.hf_checkpoint)
-            shared = shipment.cost(flops_of_length(shape))
-            return float(calculate_fwd_flops(lengths, shape) if shared is None else shared)
-        except ConfigError:  # only transformers knows the model (--train-backend fsdp)
-            return 0.0
+        return forward_flops(lengths, self._args.hf_checkpoint, shipment.cost)
 
     def _rollout(self, rollout_id: int, saves_state: bool, version: str | None) -> tuple[Entry, bool]:
         """A rollout, and whether it was generated now. If not, an earlier start of the run finished it."""

@@ -118,7 +118,7 @@ class TrainActor:
         )
         # before the trainer is imported and built: allocations on device 0 would take memory of another rank
         accelerator.current().set_device(self._device_index)
-        trainer = trainer_class(self._args, self._role)
+        trainer = trainer_class(self._args.train_backend, self._role)
         self._trainer = trainer(self._args, rank=self._rank, world_size=self._world_size, with_ref=with_ref)
         return self._trainer.setup()
 
@@ -218,9 +218,9 @@ class TrainActor:
         return {name: checksum(bytes_of(tensor)) for name, tensor in exported}
 
 
-def trainer_class(args: Namespace, role: Literal["actor", "critic", "scorer"]) -> Callable[..., Trainer]:
+def trainer_class(backend: str, role: Literal["actor", "critic", "scorer"]) -> Callable[..., Trainer]:
     """The class that trains ``role``. Its constructor takes args, rank, world_size and with_ref."""
-    match args.train_backend, role:
+    match backend, role:
         case "megatron", "critic":
             # Local imports: the backends are heavy, and Megatron may not be installed.
             from slime.backends.megatron_utils.critic import MegatronCritic

@@ -414,7 +414,7 @@ def train(args: Namespace, replayed: Replayed, rollout: int) -> tuple[dict[str, 
     os.environ.update(single_rank_environment(), LOCAL_RANK="0")
     # the learning-rate schedule needs the length of the run
     args = with_values(args, num_rollout=args.num_rollout or rollout + 1)
-    make = trainer_class(args, "actor")
+    make = trainer_class(args.train_backend, "actor")
     trainer = make(args, rank=0, world_size=1, with_ref=needs_reference(args))
     trainer.setup()
     report = trainer.train(rollout, shipment.ranks[0])
