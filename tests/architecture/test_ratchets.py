@@ -16,12 +16,12 @@ from tests.architecture.sources import ROOT, Module, modules
 # Name of a measure -> today's number. Measures in LEAST must not fall below it, all others must not exceed it.
 LIMITS: dict[str, float] = {
     "files": 412,
-    "lines": 76600,
-    "small files, %": 25.9,
-    "functions that take args, %": 6.7,
+    "lines": 77200,
+    "small files, %": 23.1,
+    "functions that take args, %": 6.46,
     "writes to args": 3,
-    "getattr and hasattr per 1000 lines": 2.1,
-    "broad except per 1000 lines": 1.15,
+    "getattr and hasattr per 1000 lines": 1.98,
+    "broad except per 1000 lines": 0.38,
     "comments per 1000 lines": 35,
     "modules imported by one file": 28,
     "longest import chain": 12,
