@@ -367,7 +367,7 @@ def check_history(output: Path) -> int:
     """Compare the hashes of every version of the weights. Returns the number of versions that were made twice."""
     hashes: dict[int, list[str]] = {}
     for line in map(json.loads, (output / "checkpoints" / "rollout" / WEIGHTS).read_text().splitlines()):
-        if "version" in line:
+        if "hash" in line:
             hashes.setdefault(line["version"], []).append(line["hash"])
     assert all(len(set(found)) == 1 for found in hashes.values()), hashes
     return sum(len(found) > 1 for found in hashes.values())

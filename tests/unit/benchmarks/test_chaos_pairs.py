@@ -34,7 +34,12 @@ def test_the_table_has_the_cases_that_were_measured_and_their_number() -> None:
 def test_weights_of_a_version_that_differ_after_a_death_are_an_error(tmp_path: Path) -> None:
     path = tmp_path / "checkpoints" / "rollout" / WEIGHTS
     path.parent.mkdir(parents=True)
-    lines = [{"version": 1, "hash": "a"}, {"version": 2, "hash": "b"}, {"version": 1, "hash": "a"}]
+    lines = [
+        {"event": "begin", "version": 0},
+        {"version": 1, "hash": "a"},
+        {"version": 2, "hash": "b"},
+        {"version": 1, "hash": "a"},
+    ]
     path.write_text("\n".join(map(json.dumps, lines)))
     assert check_history(tmp_path) == 1
     path.write_text("\n".join(map(json.dumps, [*lines, {"version": 2, "hash": "c"}])))
