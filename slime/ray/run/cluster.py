@@ -62,11 +62,12 @@ _PINNED_SIZE = "pinned_max_cached_size_mb"
 # Limits of Ray for its own start and for the start of a worker. Its defaults, 30 and 60 seconds, are too short for a
 # busy machine.
 _RAYS_PATIENCE = {
-    "RAY_gcs_server_port_wait_time_s": "120",
-    "RAY_agent_register_timeout_ms": "120000",
-    "RAY_worker_register_timeout_seconds": "180",
+    "RAY_gcs_server_port_wait_time_s": "600",
+    "RAY_agent_register_timeout_ms": "600000",
+    "RAY_worker_register_timeout_seconds": "600",
 }
-_NODE_TIMEOUT_S = 120.0
+_NODE_TIMEOUT_S = 600.0
+_NODE = "raylet"
 _LOOK_EVERY_S = 0.1
 _TOKEN_LOGGER = "ray._private.authentication.authentication_token_setup"
 
@@ -190,17 +191,18 @@ def _lean_node() -> Iterator[None]:
 
     The monitor of the autoscaler, the log monitor (``worker_logs`` reads the files) and the server of the dashboard
     take four seconds of processor time. Ray asks without a pause whether the node has registered, and gives up after 30
-    seconds: here it waits for longer, with pauses.
+    seconds: here it waits for longer, with pauses, but not for a node that has ended.
     """
     replaced = parameter.RayParams, services.start_api_server, services.get_node
 
     def registered_node(*words: Any) -> Any:
         deadline = Deadline(_NODE_TIMEOUT_S, "Ray's node to register")
+        node = [process for process in psutil.Process().children() if process.name() == _NODE]
         while True:
             try:
                 return replaced[2](*words)
             except RuntimeError:  # not yet
-                if deadline.remaining <= 0:
+                if deadline.remaining <= 0 or (node and not any(map(_works, node))):
                     raise
                 time.sleep(_LOOK_EVERY_S)
 
@@ -212,6 +214,10 @@ def _lean_node() -> Iterator[None]:
         yield
     finally:
         parameter.RayParams, services.start_api_server, services.get_node = replaced
+
+
+def _works(process: psutil.Process) -> bool:
+    return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
 
 
 @contextmanager

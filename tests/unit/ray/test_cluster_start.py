@@ -90,6 +90,28 @@ def test_a_node_of_a_cpu_starts_without_the_services_that_no_run_uses() -> None:
     assert (parameter.RayParams, services.start_api_server, services.get_node) == before
 
 
+def test_a_node_that_has_ended_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Within the limit of the test: the wait for a node that works is longer."""
+    raylet = tmp_path / "raylet"
+    raylet.symlink_to("/bin/sleep")
+    left = [3]
+
+    def get_node(*words: str) -> Any:
+        left[0] -= 1
+        if not left[0]:
+            node.kill()  # not waited for, so it is a zombie, as Ray's is
+        raise RuntimeError("not registered")
+
+    monkeypatch.setattr(services, "get_node", get_node)
+    with (
+        subprocess.Popen([raylet, "1000"]) as node,
+        cluster._lean_node(),
+        pytest.raises(RuntimeError, match="not registered"),
+    ):
+        services.get_node("address", "id")
+    assert left[0] <= 0, "it was waited for as long as it worked"
+
+
 def test_a_node_that_registers_late_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     answers: list[Any] = [RuntimeError("not registered"), RuntimeError("not registered"), {"node": 1}]
 
