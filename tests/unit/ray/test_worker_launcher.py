@@ -141,9 +141,9 @@ def test_ray_takes_the_death_of_a_forked_worker_for_the_death_of_its_actor(
             assert (parent, variable) == (server, "1")
             worker = psutil.Process(pid)
             kill(actor, pid)
+            wait_until(partial(has_ended, worker), Deadline(600, "the worker to end"))  # ray.kill does not wait for it
             with pytest.raises(ray.exceptions.ActorDiedError):
                 ray.get(actor.process.remote(), timeout=600)
-            wait_until(partial(has_ended, worker), Deadline(600, "the worker to end"))
     finally:
         ray.shutdown()
         shutil.rmtree(folder, ignore_errors=True)
