@@ -124,6 +124,8 @@ class MetricFile:
                     values.setdefault(at, []).append(value)
             xs = sorted(values)
             x, y = thin(xs, [sum(values[key]) / len(values[key]) for key in xs])
+            # More digits than a chart shows would double the reply.
+            y = [float(f"{value:.6g}") for value in y]
             entry = self._entries[name]
             texts = {"unit": entry.unit, "meaning": entry.meaning} if entry else {"unit": "", "meaning": ""}
             found[name] = {"x": x, "y": y, **texts}

@@ -66,7 +66,8 @@ function show() {
   const now = JSON.stringify([location.hash, names.map((name) => loaded.get(name).key), tab === "run" ? main : main.done]);
   if (now !== shown) showTab(tab, place, names);
   shown = now;
-  document.body.dataset.painted ??= String(Math.round(performance.now()));
+  // Charts are drawn once they have a size, and then painted: the next task is after both.
+  requestAnimationFrame(() => setTimeout(() => { document.body.dataset.painted ??= String(Math.round(performance.now())); }));
 }
 
 function showTab(tab, place, names) {
