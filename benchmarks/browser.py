@@ -93,6 +93,12 @@ class Browser:
             raise RuntimeError(f"{expression}: {answer['exceptionDetails']}")
         return answer["result"].get("value")
 
+    def allow(self, folder: Path) -> None:
+        """Let the page save files in ``folder``, and write and read the clipboard, which needs the focus."""
+        self._tell("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(folder))
+        self._tell("Browser.grantPermissions", permissions=["clipboardReadWrite", "clipboardSanitizedWrite"])
+        self._tell("Emulation.setFocusEmulationEnabled", enabled=True)
+
     def drag(self, start: tuple[float, float], end: tuple[float, float]) -> None:
         """Press the left button at ``start``, move to ``end`` and release it there."""
         for kind, (x, y) in (("mousePressed", start), ("mouseMoved", end), ("mouseReleased", end)):

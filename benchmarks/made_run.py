@@ -24,6 +24,7 @@ from slime.observability.trace_utils import trace_span
 _ARGS = Namespace(reward_key=None, hf_checkpoint=None, rollout_temperature=1.0)
 # The key is here so that tests can check that no file of a run shows it.
 _COMMAND = ["train.py", "--hf-checkpoint", "model", "--prompt-data", "train.jsonl", "--wandb-key", "secret"]
+_COMMAND += ["--apply-chat-template-kwargs", '{"a": "it\'s"}']
 
 
 def make_run(

@@ -1,4 +1,4 @@
-"""The board's answers, against plain Python over the same samples. tests/e2e tests the page in a browser."""
+"""The board's answers, against plain Python over the same samples. test_page.py tests the page in a browser."""
 
 from __future__ import annotations
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import socket
+import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -146,6 +149,57 @@ def test_the_pages_of_a_run_name_its_state_its_best_value_and_its_command(url: s
     for fact in ("finished", socket.gethostname(), "Versions", "--prompt-data train.jsonl", "copy"):
         assert fact in text
     assert "secret" not in text
+
+
+def click(browser: Browser, selector: str) -> None:
+    browser.value(f"document.querySelector({selector!r}).click()")
+
+
+def saved(folder: Path, name: str) -> list[dict[str, str]]:
+    """Rows of a file that the browser saves. Until it is whole it has another name."""
+    deadline = time.monotonic() + 60
+    while not (folder / name).is_file() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return list(csv.DictReader((folder / name).read_text().splitlines()))
+
+
+def test_a_click_saves_the_points_of_a_chart_or_of_all_metrics_of_the_chosen_runs(
+    url: str, browser: Browser, tmp_path: Path
+) -> None:
+    browser.allow(tmp_path)
+    browser.open(f"{url}/#overview?run={LONG}&run=other&smooth=0.9&zoom=3:5")
+    click(browser, "#overview-charts a.tool")
+    rows = saved(tmp_path, "Reward.csv")
+    assert {(row["run"], row["metric"]) for row in rows} == {(r, "rollout/raw_reward") for r in (LONG, "other")}
+    places = [(row["run"], float(row["rollout"])) for row in rows]
+    assert places == [(run, float(rollout)) for run in (LONG, "other") for rollout in range(32)], "also beside the zoom"
+    curves = "fetch('/api/metrics?run=other').then((reply) => reply.json())"
+    drawn = browser.value(f"{curves}.then((all) => all['rollout/raw_reward'].y)")
+    assert [float(row["value"]) for row in rows if row["run"] == "other"] == pytest.approx(drawn, rel=1e-5)
+    click(browser, "#overview-controls a[download]")
+    rows = saved(tmp_path, "metrics.csv")
+    names = set(browser.value(f"{curves}.then(Object.keys)"))
+    assert {(row["run"], row["metric"]) for row in rows} >= {(run, name) for run in (LONG, "other") for name in names}
+
+
+def test_the_copy_button_copies_a_command_that_a_shell_splits_into_the_same_words(
+    url: str, browser: Browser, tmp_path: Path
+) -> None:
+    browser.allow(tmp_path)
+    browser.open(f"{url}/#run?run=other")
+    info = browser.value("fetch('/api/run?run=other').then((reply) => reply.json())")
+    button = "#run-facts button"
+    for clipboard, said in ((True, "copied"), (False, "not allowed here: select the text")):
+        if not clipboard:  # as on a page that is neither encrypted nor of this machine
+            browser.value("Object.defineProperty(navigator, 'clipboard', {value: undefined}), 0")
+        click(browser, button)
+        browser.settle()
+        assert browser.value(f"document.querySelector('{button}').textContent") == said
+        if clipboard:
+            copied = browser.value("navigator.clipboard.readText()")
+    split = subprocess.run(["sh", "-c", f"printf '%s\\n' {copied}"], capture_output=True, text=True, check=True)
+    assert split.stdout.splitlines() == ["python", info["driver"], *info["argv"]]
+    assert copied == browser.value("document.querySelector('#run-facts pre').textContent")
 
 
 def test_the_theme_follows_the_system_until_one_is_chosen(url: str, browser: Browser) -> None:
