@@ -10,8 +10,10 @@ package is imported then. ``load("my_pkg.my_module:MyEnvironment")`` makes one o
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Protocol
@@ -150,6 +152,10 @@ def _require(name: str, adapter: Adapter) -> None:
         ) from error
 
 
+class Over(Exception):
+    """The environment has ended the episode. Raised by the functions that :func:`converse` calls."""
+
+
 async def converse(
     model: Model,
     prompt: Sequence[Message],
@@ -157,25 +163,57 @@ async def converse(
     call: Callable[[str, dict[str, Any]], Awaitable[str]],
     *,
     max_turns: int,
+    say: Callable[[str], Awaitable[str]] | None = None,
 ) -> str:
-    """Let the model call tools until it replies without a call. Returns that reply, or "" after ``max_turns``.
+    """Let the model call tools until it replies without a call. Returns that reply, or "" without one.
 
     Args:
         call: runs one tool, with its name and arguments, and returns the text for the model.
+        say: answers a reply without a call with the next message of the user, so that such a reply does not end it.
     """
     messages = list(prompt)
-    for _ in range(max_turns):
-        message = await model.reply(messages, tools)
-        messages.append(message)
-        if not message.get("tool_calls"):
-            return str(message.get("content") or "")
-        for wanted in message["tool_calls"]:
-            function = wanted["function"]
-            try:
-                arguments = json.loads(function["arguments"] or "{}")
-                problem = "" if isinstance(arguments, dict) else "the arguments are not a JSON object"
-            except json.JSONDecodeError as error:
-                problem = f"the arguments are not JSON: {error}"
-            result = problem or await call(function["name"], arguments)
-            messages.append({"role": "tool", "tool_call_id": wanted["id"], "content": result})
+    with suppress(Over):
+        for _ in range(max_turns):
+            message = await model.reply(messages, tools)
+            messages.append(message)
+            if not message.get("tool_calls"):
+                text = str(message.get("content") or "")
+                if say is None:
+                    return text
+                messages.append({"role": "user", "content": await say(text)})
+            for wanted in message.get("tool_calls") or ():
+                function = wanted["function"]
+                try:
+                    arguments = json.loads(function["arguments"] or "{}")
+                    problem = "" if isinstance(arguments, dict) else "the arguments are not a JSON object"
+                except json.JSONDecodeError as error:
+                    problem = f"the arguments are not JSON: {error}"
+                result = problem or await call(function["name"], arguments)
+                messages.append({"role": "tool", "tool_call_id": wanted["id"], "content": result})
     return ""
+
+
+def as_tool(name: str, description: str | None, parameters: dict[str, Any]) -> Message:
+    """A tool in OpenAI's format. ``parameters`` is a JSON schema."""
+    function = {"name": name, "description": description or "", "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
+@contextmanager
+def server_errors(server: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Raise a ConnectionError with the name of the server for errors of ``kinds``, alone or in a group.
+
+    Of a group with another error, that one is raised.
+    """
+    expected: tuple[type[Exception], ...] = (ExceptionGroup, *kinds)
+    try:
+        yield
+    except expected as error:
+        found: Exception = error
+        while isinstance(found, ExceptionGroup):
+            if (episode := asyncio.current_task()) is not None and episode.cancelling():
+                raise asyncio.CancelledError from error  # connections break while they are closed, and hide it
+            found = found.exceptions[0]
+        if isinstance(found, kinds):
+            raise ConnectionError(f"{server}: {str(found) or type(found).__name__}") from error
+        raise found from error

@@ -1,6 +1,6 @@
 """Environments of other packages. A class is loaded by its name in ``slime.environments.ADAPTERS``.
 
-Each class has at most 50 lines of code. ``__init__`` imports the package, after the table's check that it is installed.
+Each class has at most 40 lines of code. ``__init__`` imports the package, after the table's check that it is installed.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ import asyncio
 import functools
 import json
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -18,7 +19,7 @@ from unittest import mock
 import httpx
 
 from slime.data.rows import read_file
-from slime.environments import Message, Model, Task, converse
+from slime.environments import Message, Model, Over, Task, as_tool, converse, server_errors
 from slime.hooks.load import load_function
 from slime.utils.errors import ConfigError
 
@@ -110,38 +111,22 @@ class Verifiers:
         return float(state["reward"])
 
 
-class McpTools:
-    """Questions that are answered with the tools of an MCP server: ``mcp:rows.jsonl``.
+@dataclass
+class Rows:
+    """Tasks of a JSONL file with ``prompt`` (text or messages), ``label``, and perhaps ``good``, the right replies.
 
     Args:
-        rows: JSONL file with ``prompt`` (text or messages), ``label``, and perhaps ``good``, the right replies.
-        command: program and arguments of the server, which speaks MCP over its standard streams. One process per
-            episode, so episodes cannot disturb each other.
-        url: instead of ``command``, a running server that speaks MCP over streamable HTTP. One session per episode.
-        call_timeout: seconds for one answer of the server. Then the episode fails, and the run tries it again.
+        rows: the file.
         reward: ``module:function`` of the last reply and the label. Default: 1 if both are the same text.
-        max_turns: replies of an episode.
     """
 
+    rows: str
+    reward: str = ""
     reward_range = (0.0, 1.0)
 
-    def __init__(
-        self,
-        rows: str,
-        command: Sequence[str] = (),
-        reward: str = "",
-        max_turns: int = 8,
-        url: str = "",
-        call_timeout: float = 300.0,
-    ) -> None:
-        if bool(command) == bool(url):
-            raise ConfigError(f"mcp:{rows}: give the server as command or as url, one of them")
-        if command and shutil.which(command[0]) is None:
-            raise ConfigError(f"mcp:{rows}: command: there is no program {command[0]!r}")
-        self._rows = list(read_file(rows))
-        self._command, self._url, self._timeout = list(command), url, timedelta(seconds=call_timeout)
-        self._grade = load_function(reward, "reward") if reward else lambda text, label: text.strip() == label.strip()
-        self._max_turns = max_turns
+    def __post_init__(self) -> None:
+        self._rows = list(read_file(self.rows))
+        self._grade: Callable[..., Any] = load_function(self.reward, "reward") if self.reward else _is_same
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -152,70 +137,74 @@ class McpTools:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         return Task(messages, str(row["label"]), tuple(row["good"]) if row.get("good") else None)
 
-    async def play(self, task: Task, model: Model) -> float:
-        from mcp import McpError
-
-        try:
-            async with _tools(self._command, self._url, self._timeout) as (tools, call):
-                text = await converse(model, task.prompt, tools, call, max_turns=self._max_turns)
-        except ExceptionGroup as group:
-            if (episode := asyncio.current_task()) is not None and episode.cancelling():
-                raise asyncio.CancelledError from group  # the streams break while they are closed, and hide it
-            error = _first(group)
-            if isinstance(error, McpError | httpx.HTTPError):
-                raise ConnectionError(
-                    f"MCP server {self._url or self._command}: {str(error) or type(error).__name__}"
-                ) from group
-            raise error from group
+    async def graded(self, text: str, task: Task) -> float:
+        """The reward of the last reply."""
         return float(await asyncio.to_thread(self._grade, text, task.answer))
 
 
-@asynccontextmanager
-async def _tools(
-    command: Sequence[str], url: str, timeout: timedelta
-) -> AsyncIterator[tuple[list[Message], Callable[[str, dict[str, Any]], Awaitable[str]]]]:
-    """A session with an MCP server: its tools, and the function that calls them."""
-    from mcp import ClientSession
-
-    # The limit of the session holds for every answer: an HTTP stream may stay open without one.
-    async with _streams(command, url, timeout) as streams, ClientSession(*streams, timeout) as session:
-        await session.initialize()
-        offered = [tool.model_dump(by_alias=True) for tool in (await session.list_tools()).tools]
-
-        async def call(name: str, arguments: dict[str, Any]) -> str:
-            result = await session.call_tool(name, arguments)
-            return "\n".join(part.text for part in result.content if part.type == "text")
-
-        yield [_as_function(tool["name"], tool["description"], tool["inputSchema"]) for tool in offered], call
+def _is_same(text: str, label: str) -> bool:
+    return text.strip() == label.strip()
 
 
-@asynccontextmanager
-async def _streams(command: Sequence[str], url: str, timeout: timedelta) -> AsyncIterator[tuple[Any, Any]]:
-    """The streams of a session with a server. The package resumes a broken HTTP connection."""
-    from mcp import StdioServerParameters, stdio_client
-    from mcp.client.streamable_http import streamable_http_client
+@dataclass
+class McpTools(Rows):
+    """Questions that are answered with the tools of an MCP server: ``mcp:rows.jsonl``.
 
-    if command:
-        async with stdio_client(StdioServerParameters(command=command[0], args=list(command[1:]))) as both:
-            yield both
-        return
-    async with (
-        httpx.AsyncClient(timeout=timeout.total_seconds()) as client,
-        streamable_http_client(url, http_client=client) as (received, sent, _),
-    ):
-        yield received, sent
+    Args:
+        command: program and arguments of the server, which speaks MCP over its standard streams. One process per
+            episode, so episodes cannot disturb each other.
+        url: instead of ``command``, a running server that speaks MCP over streamable HTTP. One session per episode.
+        call_timeout: seconds for one answer of the server. Then the episode fails, and the run tries it again.
+        max_turns: replies of an episode.
+    """
+
+    command: Sequence[str] = ()
+    max_turns: int = 8
+    url: str = ""
+    call_timeout: float = 300.0
+
+    def __post_init__(self) -> None:
+        if bool(self.command) == bool(self.url):
+            raise ConfigError(f"mcp:{self.rows}: give the server as command or as url, one of them")
+        if self.command and shutil.which(self.command[0]) is None:
+            raise ConfigError(f"mcp:{self.rows}: command: there is no program {self.command[0]!r}")
+        super().__post_init__()
+
+    async def play(self, task: Task, model: Model) -> float:
+        from mcp import McpError
+
+        with server_errors(f"MCP server {self.url or list(self.command)}", McpError, httpx.HTTPError):
+            async with self._session() as session:
+                offered = (await session.list_tools()).tools
+
+                async def call(name: str, arguments: dict[str, Any]) -> str:
+                    result = await session.call_tool(name, arguments)
+                    return "\n".join(part.text for part in result.content if part.type == "text")
+
+                tools = [as_tool(tool.name, tool.description, tool.inputSchema) for tool in offered]
+                text = await converse(model, task.prompt, tools, call, max_turns=self.max_turns)
+        return await self.graded(text, task)
+
+    @asynccontextmanager
+    async def _session(self) -> AsyncIterator[Any]:
+        from mcp import ClientSession, StdioServerParameters, stdio_client
+        from mcp.client.streamable_http import streamable_http_client
+
+        async with AsyncExitStack() as stack:
+            if self.command:
+                transport = stdio_client(StdioServerParameters(command=self.command[0], args=list(self.command[1:])))
+            else:
+                client = await stack.enter_async_context(httpx.AsyncClient(timeout=self.call_timeout))
+                transport = streamable_http_client(self.url, http_client=client)
+            received, sent, *_ = await stack.enter_async_context(transport)
+            # The limit of the session holds for every answer: an HTTP stream may stay open without one.
+            limit = timedelta(seconds=self.call_timeout)
+            session = await stack.enter_async_context(ClientSession(received, sent, limit))
+            await session.initialize()
+            yield session
 
 
-def _first(error: Exception) -> Exception:
-    """The error inside groups of task groups."""
-    return _first(error.exceptions[0]) if isinstance(error, ExceptionGroup) else error
-
-
-def _as_function(name: str, description: str | None, parameters: dict[str, Any]) -> Message:
-    function = {"name": name, "description": description or "", "parameters": parameters}
-    return {"type": "function", "function": function}
-
-
+@dataclass
 class OpenEnv:
     """An environment of an OpenEnv server: ``openenv:http://HOST:PORT``. Task ``i`` is the episode of seed ``i``.
 
@@ -231,38 +220,33 @@ class OpenEnv:
         reward_range: lowest and highest sum of an episode's rewards.
     """
 
-    def __init__(
-        self,
-        url: str,
-        action: str = "",
-        observation: str = "",
-        answer: str = "",
-        size: int = 1000,
-        max_turns: int = 8,
-        call_timeout: float = 300.0,
-        reward_range: Sequence[float] = (0.0, 1.0),
-    ) -> None:
+    url: str
+    action: str = ""
+    observation: str = ""
+    answer: str = ""
+    size: int = 1000
+    max_turns: int = 8
+    call_timeout: float = 300.0
+    reward_range: tuple[float, float] = (0.0, 1.0)
+
+    def __post_init__(self) -> None:
         from openenv.core.generic_client import GenericEnvClient
 
-        self.reward_range, self._size, self._max_turns = (reward_range[0], reward_range[1]), size, max_turns
-        self._url, self._action, self._observation, self._answer = url, action, observation, answer
-        self._session = functools.partial(GenericEnvClient, url, message_timeout_s=call_timeout, mode="simulation")
-        schema = _schemas(url, call_timeout, action=action, observation=observation)["action"]
+        self.reward_range = (self.reward_range[0], self.reward_range[1])  # JSON has lists only
+        limits = {"message_timeout_s": self.call_timeout, "mode": "simulation"}
+        self._session = functools.partial(GenericEnvClient, self.url, **limits)
+        schema = _schemas(self.url, self.call_timeout, action=self.action, observation=self.observation)["action"]
         self._is_mcp = schema["title"] == "CallToolAction"
-        self._tools = [] if action else _listed(self._session()) if self._is_mcp else [_as_function("step", "", schema)]
+        self._tools = [] if self.action else _listed(self._session()) if self._is_mcp else [as_tool("step", "", schema)]
 
     def __len__(self) -> int:
-        return self._size
+        return self.size
 
     def task(self, index: int) -> Task:
-        with _failures(self._url), self._session().sync() as session:
-            prompt = _seen(session.reset(seed=index), self._observation)
-            state = session.state() if self._answer else {}
-        if self._answer and self._answer not in state:
-            raise ConfigError(f"openenv:{self._url}: answer: {self._answer!r} is not in the state: {', '.join(state)}")
-        known = state.get(self._answer)
-        good = None if known is None else tuple(map(str, known if isinstance(known, list) else [known]))
-        return Task([{"role": "user", "content": prompt}], good[-1] if good else None, good, index)
+        with _failures(self.url), self._session().sync() as session:
+            prompt = _seen(session.reset(seed=index), self.observation)
+            known = _known(self.url, session.state(), self.answer) if self.answer else None
+        return Task([{"role": "user", "content": prompt}], known[-1] if known else None, known, index)
 
     async def play(self, task: Task, model: Model) -> float:
         rewards = [0.0]
@@ -270,25 +254,18 @@ class OpenEnv:
 
             async def step(name: str, arguments: dict[str, Any]) -> str:
                 call = {"type": "call_tool", "tool_name": name, "arguments": arguments}
-                with _failures(self._url):
+                with _failures(self.url):
                     result = await _step(session, call if self._is_mcp else arguments)
                 rewards.append(result.reward or 0.0)
                 if result.done:
-                    raise _Over
-                return _seen(result, self._observation)
+                    raise Over
+                return _seen(result, self.observation)
 
-            with _failures(self._url):
+            with _failures(self.url):
                 await session.reset(seed=task.data)
-            with suppress(_Over):
-                if self._tools:
-                    await converse(model, task.prompt, self._tools, step, max_turns=self._max_turns)
-                else:
-                    await _talk(model, task.prompt, lambda text: step("", {self._action: text}), self._max_turns)
+            say = None if self._tools else lambda text: step("", {self.action: text})
+            await converse(model, task.prompt, self._tools, step, max_turns=self.max_turns, say=say)
         return sum(rewards)
-
-
-class _Over(Exception):
-    """The environment has ended the episode."""
 
 
 def _schemas(url: str, timeout: float, **fields: str) -> dict[str, Any]:
@@ -309,7 +286,7 @@ def _listed(client: Any) -> list[Message]:
     """The tools of an MCP environment."""
     with client.sync() as session:
         tools = session.step({"type": "list_tools"}).observation["tools"]
-    return [_as_function(tool["name"], tool["description"], tool["input_schema"]) for tool in tools]
+    return [as_tool(tool["name"], tool["description"], tool["input_schema"]) for tool in tools]
 
 
 def _seen(result: Any, field: str) -> str:
@@ -318,12 +295,12 @@ def _seen(result: Any, field: str) -> str:
     return str(seen[field]) if field in seen else json.dumps(seen)
 
 
-async def _talk(model: Model, prompt: Sequence[Message], say: Callable[[str], Awaitable[str]], turns: int) -> None:
-    """Pass every reply of the model to ``say``, which returns the next message of the user."""
-    messages = list(prompt)
-    for _ in range(turns):
-        messages.append(await model.reply(messages))
-        messages.append({"role": "user", "content": await say(messages[-1].get("content") or "")})
+def _known(url: str, state: dict[str, Any], field: str) -> tuple[str, ...] | None:
+    """The right replies."""
+    if field not in state:
+        raise ConfigError(f"openenv:{url}: answer: {field!r} is not in the state: {', '.join(state)}")
+    known = state[field]
+    return None if known is None else tuple(map(str, known if isinstance(known, list) else [known]))
 
 
 async def _step(session: Any, action: dict[str, Any]) -> Any:
@@ -338,12 +315,8 @@ async def _step(session: Any, action: dict[str, Any]) -> Any:
         return StepResult({"error": "the action does not have the fields of the environment's actions"})
 
 
-@contextmanager
-def _failures(url: str) -> Iterator[None]:
-    """Raise a ConnectionError with the address if the server is silent or gone, or if its environment fails."""
+def _failures(url: str) -> AbstractContextManager[None]:
+    """Errors of a server that is silent or gone, or whose environment fails."""
     from websockets.exceptions import ConnectionClosed
 
-    try:
-        yield
-    except (RuntimeError, OSError, ConnectionClosed) as error:
-        raise ConnectionError(f"OpenEnv server {url}: {str(error) or type(error).__name__}") from error
+    return server_errors(f"OpenEnv server {url}", RuntimeError, OSError, ConnectionClosed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import json
 import signal
@@ -227,6 +228,24 @@ def test_every_adapter_names_an_extra_of_the_project():
     text = (EXAMPLE.parents[1] / "pyproject.toml").read_text()
     for name, adapter in ADAPTERS.items():
         assert not adapter.package or f"\n{adapter.extra} = [" in text, name
+
+
+@pytest.mark.parametrize("module", ["adapters", "harbor"])
+def test_an_adapter_has_at_most_40_lines_of_code(module):
+    path = EXAMPLE.parents[1] / "slime" / "environments" / f"{module}.py"
+    source = path.read_text("utf-8")
+    tree, lines = ast.parse(source), source.splitlines()
+    texts = [node for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)]
+    documented = {number for node in texts for number in range(node.lineno, node.end_lineno + 1)}
+
+    def num_lines(node: ast.AST) -> int:
+        code = (lines[n - 1].strip() for n in range(node.lineno, node.end_lineno + 1) if n not in documented)
+        return sum(line != "" and not line.startswith("#") for line in code)
+
+    found = {node.name: num_lines(node) for node in tree.body if hasattr(node, "name")}
+    adapters = {adapter.path.partition(":")[2] for adapter in ADAPTERS.values() if f".{module}:" in adapter.path}
+    assert adapters <= found.keys()
+    assert {name: lines for name, lines in found.items() if lines > 40} == {}
 
 
 def test_the_tasks_of_an_environment_become_rows(tmp_path, capsys):
