@@ -29,9 +29,9 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial, wraps
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -43,6 +43,8 @@ from slime.utils.torchvision_cpu import install as allow_torchvision_on_cpu
 _MESSAGE_BYTES = 1 << 20
 _REQUEST_TIMEOUT_S = 5.0  # a client that connects and sends nothing is disconnected after this time
 _REAP_EVERY_S = 0.2
+# SGLang's dumper imports megatron-core, and with it wandb. Losses of transformers import scipy. No engine uses them.
+_NOT_OF_ENGINES = ("megatron", "scipy")
 _OF_ENGINES = ("sglang.srt.entrypoints.http_server", "sglang.srt.model_executor.model_runner")
 _Become = Callable[[socket.socket, Mapping[str, Any]], None]
 _Sockets = Sequence[socket.socket]
@@ -173,19 +175,51 @@ def preload_sglang() -> None:
     # Imports keep nearly everything. The collector would visit it again and again: a quarter of the time.
     gc.disable()
     allow_torchvision_on_cpu()
-    from sglang.srt.plugins import load_plugins
+    with _unavailable(_NOT_OF_ENGINES), _compiled_at_first_call():
+        from sglang.srt.plugins import load_plugins
 
-    load_plugins()
-    # SGLang's dumper imports megatron-core, and with it wandb, if they are installed. No engine uses them.
-    sys.modules["megatron"] = None  # type: ignore[assignment]
-    try:
+        load_plugins()
         for name in _OF_ENGINES:
             importlib.import_module(name)
-    finally:
-        del sys.modules["megatron"]
     # Frozen objects are not visited by the collector of a child, which would write to their pages and so copy them.
     gc.freeze()
     gc.enable()
+
+
+@contextlib.contextmanager
+def _unavailable(names: Sequence[str]) -> Iterator[None]:
+    """Imports of these packages fail inside the block, unless they have been imported."""
+    from transformers.utils import is_scipy_available
+
+    hidden = [name for name in names if name not in sys.modules]
+    sys.modules |= dict.fromkeys(hidden)  # type: ignore[arg-type]
+    is_scipy_available.cache_clear()
+    try:
+        yield
+    finally:
+        for name in hidden:
+            del sys.modules[name]
+        is_scipy_available.cache_clear()
+
+
+@contextlib.contextmanager
+def _compiled_at_first_call() -> Iterator[None]:
+    """Functions that are decorated by ``torch.compile`` inside the block import its compiler when they are called."""
+    import torch
+
+    compile_now = torch.compile
+
+    def compile_later(model: Any = None, **options: Any) -> Any:
+        if model is None:
+            return partial(compile_later, **options)
+        compiled = cache(partial(compile_now, model, **options))
+        return wraps(model)(lambda *args, **kwargs: compiled()(*args, **kwargs))
+
+    torch.compile = compile_later  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.compile = compile_now
 
 
 def listen(socket_path: str) -> socket.socket:
