@@ -65,6 +65,9 @@ a test of whole runs (:data:`RUNS`), or none, because the command needs the requ
 RUNS: dict[tuple[str, str], str] = {
     ("README.md", "make test"): ".ci/run",
     ("README.md", "--rm-type math"): "tests/e2e/test_loop.py",
+    ("README.md", "slime new my_task"): "tests/e2e/test_new_task.py",
+    ("README.md", "bash my_task/run.sh"): "tests/e2e/test_new_task.py",
+    ("docs/algorithms/lora.md", "--lora-rank"): "tests/e2e/test_loop_lora.py",
     ("docs/cluster.md", "--rollout-data-transport"): "tests/e2e/test_data_transport.py",
     ("docs/colocate.md", "--colocate"): "tests/e2e/test_colocate.py",
     ("docs/data.md", "--rollout-buffer-url"): "tests/e2e/test_shown_commands.py",

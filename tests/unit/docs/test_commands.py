@@ -12,11 +12,14 @@ import importlib.util
 import json
 import os
 import re
+import runpy
 import shlex
-import subprocess
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import yaml
@@ -145,12 +148,36 @@ def problems_of_slime(words: list[str], line: str, place: Path) -> list[str]:
 
 @functools.cache
 def help_of(*program: str) -> str:
-    """The output of a program with --help."""
-    command = [sys.executable, *program, "--help"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    """The output of a program with --help, in a fork of this process, which has imported most modules."""
+    read_end, write_end = os.pipe()
+    if (pid := os.fork()) == 0:
+        print_help(program, write_end)
+    os.close(write_end)
+    with open(read_end, encoding="utf-8") as output:
+        text = output.read()
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, text
+    return text
+
+
+def print_help(program: Sequence[str], descriptor: int) -> NoReturn:
+    """Run the program in this process, which ends."""
+    status = 1
+    os.environ["COLUMNS"] = "200"
+    with open(descriptor, "w", encoding="utf-8") as output, redirect_stdout(output), redirect_stderr(output):
+        try:
+            os.chdir(ROOT)
+            sys.path.insert(0, str(ROOT))
+            sys.argv = [*program, "--help"]
+            if program[0] == "-m":
+                sys.argv = sys.argv[1:]
+                runpy.run_module(program[1], run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(program[0], run_name="__main__")
+        except SystemExit as end:
+            status = int(end.code or 0)
+        except BaseException:
+            traceback.print_exc()
+    os._exit(status)
 
 
 def missing_flags(program: list[str], words: list[str]) -> list[str]:
