@@ -6,14 +6,17 @@ types. Calls of one process to one actor arrive in order. Objects are lost with 
 
 from __future__ import annotations
 
+import copyreg
 import io
 import pickle
+from argparse import Namespace
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from ray.exceptions import ActorDiedError, GetTimeoutError, ObjectLostError, RayActorError, RayTaskError
 
 from tests.simulation.world import Ended, Process, world
@@ -106,9 +109,38 @@ def _handle(number: int) -> Handle:
     return Handle(world().processes[number].actor)  # type: ignore[attr-defined]
 
 
+_PLAIN = {type(None), bool, int, float, str}
+
+
+def _reduce_arguments(args: Namespace) -> Any:
+    """The 1500 plain values of the arguments are shared, not encoded. Lists and dicts are copied as all else."""
+    plain = {name: value for name, value in vars(args).items() if type(value) in _PLAIN}
+    shared = world().globals.setdefault("arguments", [])
+    shared.append(plain)
+    others = {name: value for name, value in vars(args).items() if name not in plain}
+    return _arguments, (len(shared) - 1, others)
+
+
+def _arguments(number: int, others: dict[str, Any]) -> Namespace:
+    args = Namespace()
+    vars(args).update(world().globals["arguments"][number])
+    vars(args).update(others)
+    return args
+
+
+def _reduce_tensor(tensor: torch.Tensor) -> Any:
+    if tensor.dtype == torch.bfloat16 or tensor.requires_grad:
+        return tensor.__reduce_ex__(5)
+    return torch.from_numpy, (tensor.numpy(),)  # torch's own way writes a file in a file
+
+
+class _Pickler(pickle.Pickler):
+    dispatch_table = copyreg.dispatch_table | {Namespace: _reduce_arguments, torch.Tensor: _reduce_tensor}
+
+
 def _dumps(value: Any) -> bytes:
     file = io.BytesIO()
-    pickle.Pickler(file, protocol=5).dump(value)
+    _Pickler(file, protocol=5).dump(value)
     return file.getvalue()
 
 

@@ -68,7 +68,7 @@ class Disk:
                 size = len(kept) + (self._world.random.randrange(len(content) - len(kept) + 1) if is_longer else 0)
                 with path.open("wb") as file:  # not write_bytes(), an operation of a process
                     file.write(content[:size] if is_longer else kept)
-                self._world.note(f"power lost {path.name} {size} of {len(content)}")
+                self._world.note(f"power lost {path.name.replace(_PID, '')} {size} of {len(content)}")
 
 
 def _disk() -> Disk | None:

@@ -24,6 +24,9 @@ _SILENCE_S = 120.0  # TCP keepalive of http_utils: after this time a silent conn
 _REFUSED, _BROKEN = 0, -1
 
 
+_request = functools.lru_cache(maxsize=64)(httpx.Request)  # it parses the url
+
+
 def _ignored(status: int, content: Any) -> None:
     """An answer without a reader."""
 
@@ -220,8 +223,7 @@ class Client:
             raise httpx.ConnectError("connection refused")
         if status == _BROKEN:
             raise httpx.ReadError("connection reset by peer")
-        request = httpx.Request(method, url)
-        return httpx.Response(status, content=json_module.dumps(content).encode(), request=request)
+        return httpx.Response(status, content=json_module.dumps(content).encode(), request=_request(method, url))
 
 
 class RouterServer(Server):
