@@ -184,9 +184,13 @@ def _shown(module: ModuleType) -> str:
 # ---- signatures of users' functions
 
 
+# Rewards and generate functions are looked at once per sample.
+_signature_of_plain = functools.lru_cache(maxsize=256)(inspect.signature)
+
+
 def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
     try:
-        return inspect.signature(function)
+        return _signature_of_plain(function) if inspect.isfunction(function) else inspect.signature(function)
     except (TypeError, ValueError):  # some built-ins and extension types have none
         return None
 

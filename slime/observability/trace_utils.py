@@ -297,6 +297,9 @@ def trace_function(
     return decorate
 
 
+_signature = functools.cache(inspect.signature)  # of decorated functions, whose signatures each sample needs
+
+
 def _target_of_call(
     function: Callable[..., Any],
     name: str,
@@ -307,7 +310,7 @@ def _target_of_call(
 ) -> Any:
     if getter is not None:
         return _quietly(getter, *arguments, **named)
-    bound = _quietly(inspect.signature(function).bind_partial, *arguments, **named)
+    bound = _quietly(_signature(function).bind_partial, *arguments, **named)
     values = {} if bound is None else bound.arguments
     if target is not None:
         if target not in values:

@@ -82,6 +82,8 @@ def complete_args(args: Args) -> Args:
 
     Public functions of this room call it once. The code inside reads ``args.<flag>`` without a default.
     """
+    if vars(args).keys() >= _DEFAULTS.keys():  # called several times per sample
+        return args
     for name, default in _DEFAULTS.items():
         if not hasattr(args, name):
             # In place, not in a copy: hooks may count or remember in the object that the caller holds.

@@ -59,10 +59,16 @@ def fresh_copy(sample: Sample) -> Sample:
             copied = copy.copy(value) if any(vars(value).values()) else type(value)()
         elif name in _FLAT_LISTS:
             copied = value.copy()
+        elif name == "trace" and isinstance(value, dict):  # not a deepcopy: it grows with each span
+            copied = {**value, "events": [{**event, **_own_attrs(event)} for event in value.get("events", ())]}
         else:
             copied = copy.deepcopy(value) if value else type(value)()
         setattr(twin, name, copied)
     return twin
+
+
+def _own_attrs(event: dict[str, Any]) -> dict[str, Any]:
+    return {"attrs": dict(event["attrs"])} if "attrs" in event else {}
 
 
 def traced_copy(sample: Sample) -> Sample:
