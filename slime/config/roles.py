@@ -103,10 +103,16 @@ def read_roles(path: str) -> dict[str, RoleConfig]:
     return roles
 
 
+_PLAIN = (type(None), bool, int, float, str)
+
+
 def role_args(args: Namespace, role: Role) -> Namespace:
     """A copy of the resolved ``args`` with the values of ``role``."""
-    # Deep: roles must not share lists and dicts.
-    twin = copy.deepcopy(args)
+    twin = copy.copy(args)
+    for name, value in vars(args).items():
+        # Roles must not share lists and dicts. Most values are plain, and deepcopy is slow with 1500 of them.
+        if not isinstance(value, _PLAIN):
+            setattr(twin, name, copy.deepcopy(value))
     path = args.megatron_config_path
     config = read_roles(path).get(role) if path is not None else None
     overrides = config.overrides if config is not None else {}

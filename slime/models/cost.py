@@ -5,6 +5,7 @@ Tests compare the counts of weights with models that megatron-core builds: they 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
@@ -293,11 +294,14 @@ def forward_flops(
         cost: of sequences that share prefixes, given that of a length. None if they share none.
     """
     try:
-        shape = read_shape(hf_checkpoint)
+        shape = _shape(hf_checkpoint)
     except ConfigError:  # only transformers knows the model (--train-backend fsdp)
         return 0.0
     shared = cost(flops_of_length(shape))
     return float(calculate_fwd_flops(lengths, shape) if shared is None else shared)
+
+
+_shape = functools.lru_cache(maxsize=8)(read_shape)  # each rollout asks for it
 
 
 def flops_of_length(args: ModelDims) -> Callable[[int], int]:

@@ -272,7 +272,7 @@ def checksum(path: Path) -> str:
     import xxhash  # not at the top: trainers run on machines without it until they save
 
     hasher = xxhash.xxh3_128()
-    block = memoryview(bytearray(_BLOCK_BYTES))
+    block = memoryview(bytearray(min(_BLOCK_BYTES, path.stat().st_size + 1)))  # most files of a checkpoint are small
     # unbuffered: readinto() fills the block without another copy
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(block):
