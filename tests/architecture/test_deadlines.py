@@ -63,6 +63,10 @@ def of_module(name: str, tree: ast.Module) -> dict[str, float]:
         if key.endswith("_S") and not key.endswith("_PER_S") and not NO_WAIT.search(key)
     }
     for node in ast.walk(tree):
+        if isinstance(node, ast.AnnAssign) and "timeout" in ast.unparse(node.target) and number(node.value, {}):
+            found[f"{name} __init__({ast.unparse(node.target)})"] = float(
+                ast.literal_eval(node.value)
+            )  # of a dataclass
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         plain = [*node.args.posonlyargs, *node.args.args]
