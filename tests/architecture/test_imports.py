@@ -72,7 +72,14 @@ THIRD_PARTY: dict[str, list[str]] = {
     "yaml": ["config"],
     "rich": ["config", "doctor"],
     "peft": ["backends/fsdp_utils"],
-    "transformers": ["data", "rollout", "backends/fsdp_utils", "backends/megatron_utils", "doctor"],
+    "transformers": [
+        "data",
+        "rollout",
+        "backends/fsdp_utils",
+        "backends/megatron_utils",
+        "backends/sglang_utils",
+        "doctor",
+    ],
     "httpx": ["utils", "rollout", "environments", "backends/sglang_utils", "doctor"],
 }
 
