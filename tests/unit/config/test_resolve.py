@@ -199,6 +199,8 @@ def test_a_run_that_has_ended_says_at_the_start_that_nothing_is_left(command: Ti
         assert f"{num_rollout}: {old}/iter_0000003 was saved" in command.warnings(*flags, "--num-rollout", num_rollout)
     assert "nothing is left" not in command.warnings(*flags, "--num-rollout", 5)
     assert "nothing is left" not in command.warnings(*flags, "--num-rollout", 4, "--finetune")
+    args, _ = command.run(*flags, "--num-rollout", 10)
+    assert f"--num-rollout: {old}/iter_0000003 has 4 of them, and 6 are left" in map(str, args.notices)
 
 
 def test_d12_labels_without_a_reward_are_graded_as_mathematics(command: TinyCommand):
