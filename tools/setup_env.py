@@ -116,7 +116,9 @@ def steps(device: str) -> list[tuple[str, list[str]]]:
 
 def pip(python: Path, title: str, arguments: list[str]) -> None:
     say(f"installing {title}")
-    command = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *arguments]
+    # compile_bytecode() uses all cores, pip one.
+    options = ["--quiet", "--disable-pip-version-check", "--no-compile"]
+    command = [str(python), "-m", "pip", "install", *options, *arguments]
     # Its output is for failures only: it would warn about the GPU libraries of SGLang that are left out on purpose.
     done = subprocess.run(command, check=False, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode and title == "optional":
