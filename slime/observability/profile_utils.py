@@ -88,6 +88,15 @@ class TrainProfiler:
             self._memory = None
 
 
+@contextmanager
+def timed(seconds: dict[str, float], name: str) -> Iterator[None]:
+    """Store the seconds that the block takes under ``name``, the device's work included."""
+    started = time.monotonic()
+    yield
+    accelerator.current().synchronize()  # kernels may still be running
+    seconds[name] = time.monotonic() - started
+
+
 def _torch_profiler(settings: ProfileArgs | None, directory: Path, worker: str) -> Any:
     """A profiler whose trace, for TensorBoard and Perfetto, goes to ``directory``. ``settings`` None: no schedule."""
     schedule = None

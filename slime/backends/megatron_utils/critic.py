@@ -22,7 +22,7 @@ from slime.backends.training.credit import add_credit
 from slime.backends.training.custom import CustomFunctions
 from slime.backends.training.loss import response_values
 from slime.backends.training.steps import rollout_report
-from slime.backends.training.trainer import timed
+from slime.observability.profile_utils import timed
 
 
 class MegatronCritic(MegatronTrainer):

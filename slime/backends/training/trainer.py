@@ -9,11 +9,10 @@ depends on neither Ray nor engines.
 from __future__ import annotations
 
 import functools
-import time
 from abc import ABC, abstractmethod
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -52,8 +51,7 @@ from slime.config.groups import from_args
 from slime.data.sampling_mask import check_sampling_sets
 from slime.data.served_adapter import adapter_fields
 from slime.models.lora import LoraConfig
-from slime.observability.profile_utils import TrainProfiler
-from slime.utils import accelerator
+from slime.observability.profile_utils import TrainProfiler, timed
 from slime.utils.errors import ConfigError, SlimeError
 from slime.weight_sync.probe import probe_ids
 
@@ -439,12 +437,3 @@ class TrainerBase(ABC):
     def onload(self, parts: Sequence[TrainerPart] = TRAINER_PARTS) -> None:
         """Take ``parts`` back, bit for bit. Gradients come back as zeros."""
         self._device.onload(parts)
-
-
-@contextmanager
-def timed(seconds: dict[str, float], name: str) -> Iterator[None]:
-    """Store the seconds that the block takes under ``name``, the device's work included."""
-    started = time.monotonic()
-    yield
-    accelerator.current().synchronize()  # kernels may still be running
-    seconds[name] = time.monotonic() - started
