@@ -10,8 +10,10 @@ from typing import Any, Literal
 
 import ray
 
-from slime.backends.protocols import TRAINER_PARTS, TrainerPart, TrainReport
-from slime.ray.engines.fleet import RayEngineFleet
+from slime.backends.protocols import TRAINER_PARTS, EngineFleet, TrainerPart, TrainReport
+from slime.config.resolve.paths import needs_reference
+from slime.config.roles import critic_args, needs_critic, role_args
+from slime.config.run_config import RunConfig
 from slime.ray.placement_group import GpuSlots
 from slime.ray.run.cluster import NOSET_VISIBLE_DEVICES, allocator_env, nccl_as_engines, worker_env
 from slime.ray.run.restart import continued
@@ -99,7 +101,7 @@ class RayTrainGroup:
         results = get(refs, self._args.train_timeout, f"{self._name} to train on rollout {rollout_id}")
         return _main_report([report for report, _ in results]), [values for _, values in results]
 
-    def update_weights(self, fleet: RayEngineFleet, version: str) -> SyncReport:
+    def update_weights(self, fleet: EngineFleet, version: str) -> SyncReport:
         refs = self._all("update_weights", fleet, version)
         what = f"the trainer to send weight version {version} to {len(fleet.engines)} engines"
         seconds = self._args.weight_sync_timeout + _SYNC_GRACE_S
@@ -132,13 +134,8 @@ class RayTrainGroup:
         self._args = continued(self._args)
         self._ranks = self._start()
         starts = self.start_setup(self._with_ref)
-        get(
-            starts,
-            self._args.trainer_start_timeout,
-            f"{self._name} to start again",
-            "--trainer-start-timeout",
-            reports_work=True,
-        )
+        what, fix = f"{self._name} to start again", "--trainer-start-timeout"
+        get(starts, self._args.trainer_start_timeout, what, fix, reports_work=True)
 
     def release(self) -> None:
         """End the ranks, whose state must be in a checkpoint. Returns when the processes have ended."""
@@ -153,6 +150,23 @@ class RayTrainGroup:
     def kill(self) -> None:
         for rank in self._ranks:
             ray.kill(rank)
+
+
+def start_trainers(config: RunConfig, slots: GpuSlots, started: list[RayTrainGroup]) -> list[Any]:
+    """Start actor and critic, and add them to ``started``. Returns refs to the rollout ids of their checkpoints."""
+    args = config.args
+    of_actor = role_args(args, "actor")
+    trainer = RayTrainGroup(of_actor, slots)
+    started.append(trainer)
+    starts = trainer.start_setup(needs_reference(of_actor))
+    if not needs_critic(args):
+        return starts
+    if args.offload_train:  # both models do not fit at once: the actor leaves before the critic is built
+        get(starts, args.trainer_start_timeout, "the trainer to start", "--trainer-start-timeout", reports_work=True)
+        trainer.offload()
+    critic = RayTrainGroup(critic_args(args), slots, "critic")
+    started.append(critic)
+    return starts + critic.start_setup(with_ref=False)
 
 
 def _main_report(reports: Sequence[TrainReport]) -> TrainReport:

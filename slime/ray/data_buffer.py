@@ -13,7 +13,7 @@ from typing import Any
 
 import ray
 
-from slime.data.ledger import Event, Ledger
+from slime.data.ledger import Event, Ledger, ledger_path
 from slime.data.sample import Sample, SampleGroup, as_groups, iter_samples
 from slime.hooks.load import load_function
 from slime.observability.logging_utils import configure_logger
@@ -246,6 +246,8 @@ def _number(group: SampleGroup) -> Any:
     return first.index if first.group_index is None else first.group_index
 
 
-def create_data_buffer(args: Namespace, ledger: Path | None = None) -> DataBufferClient:
+def create_data_buffer(args: Namespace, directory: Path) -> tuple[DataBufferClient, Path]:
+    """The Data Buffer of the run in ``directory``, and the file of its ledger."""
+    ledger = ledger_path(args.save, directory)
     actor = ray.remote(DataBuffer).options(num_cpus=1, runtime_env={"env_vars": worker_env()}).remote(args, ledger)
-    return DataBufferClient(actor)
+    return DataBufferClient(actor), ledger

@@ -16,34 +16,25 @@ from typing import Any, Literal
 
 import ray
 
-from slime.backends.protocols import (
-    SOURCE,
-    TRAINER_PARTS,
-    AdapterProof,
-    Canary,
-    Trainer,
-    TrainerPart,
-    TrainReport,
-)
+from slime.backends.protocols import SOURCE, TRAINER_PARTS, AdapterProof, Canary, Trainer, TrainerPart, TrainReport
 from slime.config.arguments import SyncArgs
 from slime.config.groups import from_args
 from slime.data.served_adapter import adapter_fields
-from slime.models.hf_shape import read_shape
 from slime.observability.logging_utils import configure_logger
 from slime.ray.engines.fleet import RayEngineFleet
-from slime.ray.run.cluster import engines_share_devices, node_address
+from slime.ray.run.cluster import node_address
+from slime.ray.run.device_handoff import engines_share_devices
 from slime.ray.shards import Box, process_rollout_data
 from slime.ray.watch.heartbeat import register_process
-from slime.ray.weight_updater import canary_tolerance, root_proof, weight_updater
+from slime.ray.weight_updater import canary_of, root_proof, weight_updater
 from slime.rollout.arguments import DEFAULT_ROLLOUT_FUNCTION
 from slime.utils import accelerator
 from slime.utils.async_utils import exits_are_errors
 from slime.utils.errors import DataError
 from slime.utils.memory_utils import bytes_of
 from slime.utils.net import PortClaim, claim_ports
-from slime.weight_sync.probe import probe_ids
 from slime.weight_sync.session import WeightUpdate
-from slime.weight_sync.tensor_files import checksum_function
+from slime.weight_sync.tensor_files import checksum_function, content_hash
 
 __all__ = ["SyncReport", "TrainActor", "check_provenance", "trainer_class"]
 
@@ -71,6 +62,11 @@ class SyncReport:
     weights: Mapping[str, str] = field(default_factory=dict)
     canary: Canary | None = None
     root: str = ""
+
+    @property
+    def content_hash(self) -> str:
+        """One hash of all weights."""
+        return content_hash(self.weights)
 
 
 @exits_are_errors
@@ -198,9 +194,7 @@ class TrainActor:
         canary = None
         # not with an adapter: its proof scores the same tokens
         if proof is None and self._sync_args.weight_sync_proof != "none":
-            ids = probe_ids(read_shape(self._args.hf_checkpoint).vocab_size)
-            scores = self.trainer.fixed_log_probs(ids)[-(len(ids) // 2) :]  # a collective
-            canary = Canary(version, ids, scores, canary_tolerance(self._args))
+            canary = canary_of(self._args, version, self.trainer.fixed_log_probs)  # a collective
         weights = self._checksums() if self._args.deterministic_mode else {}
         if not self.trainer.is_weight_source:
             return SyncReport()

@@ -11,7 +11,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from slime.backends.protocols import EVERY_RANK, EngineFleet, NamedTensor, Recipients, WeightExporter, weights_dtype
+from slime.backends.protocols import (
+    EVERY_RANK,
+    Canary,
+    EngineFleet,
+    NamedTensor,
+    Recipients,
+    WeightExporter,
+    weights_dtype,
+)
 from slime.backends.sglang_utils.checksum import SGLangTensors
 from slime.backends.training.hf_files import save_hf_directory
 from slime.config.arguments import SyncArgs
@@ -21,6 +29,7 @@ from slime.models.config_json import read_model_config
 from slime.models.hf_shape import read_shape
 from slime.ray.run.cluster import node_address
 from slime.utils import accelerator
+from slime.weight_sync.probe import probe_ids
 from slime.weight_sync.quantize import Quantizer, find_quantizer
 from slime.weight_sync.root_hash import RootProof
 from slime.weight_sync.session import TrainerRanks, WeightUpdate
@@ -31,11 +40,13 @@ from slime.weight_sync.updater import Updater
 _TOLERANCES = (0.01, 0.25, 0.75)
 
 
-def canary_tolerance(args: Namespace) -> float:
-    """The largest median difference of an engine's log-probs of the canary."""
-    if read_model_config(args.hf_checkpoint).get("quantization_config") is not None:
-        return _TOLERANCES[2]
-    return _TOLERANCES[weights_dtype(fp16=args.fp16, fp32=args.fp32) != "float32"]
+def canary_of(args: Namespace, version: str, score: Callable[[list[int]], list[float]]) -> Canary:
+    """The canary of a version of the weights, for which ``score`` returns log-probs."""
+    ids = probe_ids(read_shape(args.hf_checkpoint).vocab_size)
+    scores = score(ids)[-(len(ids) // 2) :]
+    is_quantized = read_model_config(args.hf_checkpoint).get("quantization_config") is not None
+    is_rounded = weights_dtype(fp16=args.fp16, fp32=args.fp32) != "float32"
+    return Canary(version, ids, scores, _TOLERANCES[2 if is_quantized else is_rounded])
 
 
 def root_proof(args: Namespace) -> RootProof | None:
@@ -120,9 +131,4 @@ class _QuantizedWeights:
         return self.trainer.export_adapter(bucket_bytes, recipients)
 
     def save_hf(self, path: str) -> None:
-        save_hf_directory(
-            self.export_weights(),
-            self.hf_checkpoint,
-            path,
-            quantization=self.quantizer.config,
-        )
+        save_hf_directory(self.export_weights(), self.hf_checkpoint, path, quantization=self.quantizer.config)

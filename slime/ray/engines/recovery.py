@@ -17,11 +17,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from slime.ray.engines.fleet import RayEngineFleet, WaitingEngines, log_deaths, silent_engines
+from slime.backends.protocols import Canary, EngineFleet, Probe
+from slime.ray.engines.fleet import RayEngineFleet, log_deaths, silent_engines
 from slime.ray.engines.servers import RolloutServers
+from slime.ray.train_actor import SyncReport
 from slime.ray.watch.failure_report import message_of
 from slime.ray.watch.waiting import get
 from slime.utils.deadline import Deadline
+from slime.weight_sync.probe import verify_adapter, verify_canary
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +53,10 @@ class RemoteEngines:
         answer: T = get(ref, _CALL_TIMEOUT_S, f"the rollout manager to answer {method.__name__}()")
         return answer
 
+    def take_weights(self) -> bool:
+        """Whether any engine receives weights."""
+        return bool(self.call(RolloutServers.receivers).engines)
+
     def offload(self) -> None:
         self._move_memory(RolloutServers.offload, "engines to release their memory")
 
@@ -67,16 +74,19 @@ class Recovery:
     """One per run.
 
     Args:
-        send_now: sends the serving weights to the waiting engines. Returns False if they must wait for the next sync.
+        send_now: sends weights to the waiting engines, given the number of those that serve. Returns False if they must
+            wait for the next sync.
         start_timeout_s: longest wait for an engine if all are dead (``--engine-start-timeout``).
     """
 
     def __init__(
-        self, engines: RemoteEngines, send_now: Callable[[WaitingEngines], bool], start_timeout_s: float
+        self, engines: RemoteEngines, send_now: Callable[[RayEngineFleet, int], bool], start_timeout_s: float
     ) -> None:
         self._engines = engines
         self._send_now = send_now
         self._start_timeout_s = start_timeout_s
+        self._canary: Canary | None = None
+        self._probed: Probe | None = None
 
     def get(self, ref: Any, seconds: float, what: str, fix: str) -> Any:
         """``waiting.get`` for calls that use engines. Engines that restart meanwhile get their weights."""
@@ -92,6 +102,20 @@ class Recovery:
             if reports:
                 self._engines.call(RolloutServers.end_sync, fleet.names)
                 return reports[0]
+
+    def verify(self, fleet: EngineFleet, report: SyncReport, timeout_s: float) -> None:
+        """Raise an EngineError unless every engine of ``fleet``, which serves, computes with the sync of ``report``."""
+        if report.canary is not None:
+            verify_canary(fleet, report.canary, timeout_s, self._canary)
+        if report.proof is not None:
+            verify_adapter(fleet, report.proof, timeout_s, self._probed)
+            self._probed = report.proof.probe
+
+    def verify_sync(self, fleet: RayEngineFleet, report: SyncReport, timeout_s: float) -> None:
+        """:meth:`verify` after a sync with all living engines. Those that die meanwhile are replaced."""
+        with self.tolerating_deaths(fleet, "the proof of the sync"):
+            self.verify(fleet, report, timeout_s)
+        self._canary = report.canary
 
     @contextmanager
     def tolerating_deaths(self, fleet: RayEngineFleet, during: str) -> Iterator[None]:
@@ -109,7 +133,7 @@ class Recovery:
         if not waiting.fleet.names:
             return
         try:
-            is_sent = self._send_now(waiting)
+            is_sent = self._send_now(waiting.fleet, waiting.num_serving)
         except Exception as error:  # as in tolerating_deaths
             if not self._lost(waiting.fleet, error):
                 raise

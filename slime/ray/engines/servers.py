@@ -39,7 +39,8 @@ from slime.ray.engines.preloading import ClusterForkServer, engine_log_directory
 from slime.ray.engines.slot import WatchSettings
 from slime.ray.engines.slots import EngineSlots
 from slime.ray.placement_group import GpuSlots, check_room, release_placement_groups, reserve_engine
-from slime.ray.run.cluster import NOSET_VISIBLE_DEVICES, engines_share_devices, node_address, slot_layout, worker_env
+from slime.ray.run.cluster import NOSET_VISIBLE_DEVICES, node_address, slot_layout, worker_env
+from slime.ray.run.device_handoff import engines_share_devices
 from slime.utils import accelerator
 from slime.utils.deadline import Deadline
 from slime.utils.errors import ConfigError, EngineError, undone

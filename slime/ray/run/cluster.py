@@ -250,11 +250,6 @@ def slot_layout(args: Namespace) -> tuple[int, int]:
     return (max(train, engines), 0) if args.colocate else (train + engines, train)
 
 
-def engines_share_devices(args: Namespace) -> bool:
-    """Whether engines run on the trainer's devices and release their memory for it."""
-    return bool(args.colocate and args.offload_rollout and not args.debug_train_only)
-
-
 def worker_env() -> dict[str, str]:
     """Environment variables of every actor that slime starts."""
     return _worker_env(is_embedded())

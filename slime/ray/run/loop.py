@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,7 +18,7 @@ from typing import Any
 import psutil
 import ray
 
-from slime.backends.protocols import EngineFleet, Probe, TrainReport
+from slime.backends.protocols import EngineFleet, TrainReport
 from slime.backends.training.checkpoint_files import iteration_directory
 from slime.config.run_config import RunConfig
 from slime.data.schedule import WeightHistory
@@ -29,23 +28,16 @@ from slime.observability.metric_utils import Work, perf_metrics, warn_if_mismatc
 from slime.observability.tracking import Tracker
 from slime.ray.actor_group import RayTrainGroup
 from slime.ray.data_buffer import DataBufferClient
-from slime.ray.engines.fleet import WaitingEngines
 from slime.ray.engines.recovery import Recovery, RemoteEngines
-from slime.ray.placement_group import GpuSlots, release_placement_groups
 from slime.ray.run.device_handoff import DeviceHandoff
 from slime.ray.run.hub_push import HubPushes
 from slime.ray.run.prefetch import PrefetchedRollouts
 from slime.ray.shards import RolloutResult
-from slime.ray.train_actor import SyncReport
-from slime.ray.watch.failure_report import message_of
 from slime.ray.watch.progress import CurrentPhases, Progress, phase
-from slime.ray.watch.waiting import get, raise_if_dead
+from slime.ray.watch.waiting import get, raise_if_dead, warned
 from slime.utils.deadline import acknowledge
-from slime.utils.errors import SlimeError, reported
-from slime.utils.files import RunLock
+from slime.utils.errors import SlimeError
 from slime.utils.misc import should_run_periodic_action
-from slime.weight_sync.probe import verify_adapter, verify_canary
-from slime.weight_sync.tensor_files import content_hash
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +80,7 @@ class RunHandles:
     """Everything that a run has started and must stop.
 
     Attributes:
+        started: the rest, which is stopped with the processes: trackers, locks, device slots, the Data Buffer.
         console: writes the lines of the run.
         engine_port: the ``EnginePort`` of ``--engines-port``.
         trainers: groups of ranks in the order of their start: actor, critic.
@@ -97,10 +90,9 @@ class RunHandles:
     tracker: Tracker
     manager: Any
     data_buffer: DataBufferClient
-    slots: Mapping[str, GpuSlots]
     progress: Progress
+    started: ExitStack = field(default_factory=ExitStack)
     console: Console = field(default_factory=Console)
-    save_lock: RunLock | None = None
     weights: WeightHistory | None = None
     engine_port: Any = None
     trainers: list[RayTrainGroup] = field(default_factory=list)
@@ -110,21 +102,17 @@ class RunHandles:
         return [rank for group in self.trainers for rank in group.ranks]
 
     def dispose(self) -> None:
-        """Stop every process and close the trackers, in any state of the run. Nothing of it remains in Ray."""
+        """Stop everything, in any state of the run. Nothing of it remains in Ray."""
         acknowledge()  # otherwise the waits below would raise the interrupt again
         if self.engine_port is not None:
             self.engine_port.close()
         # the actors die below with their children, whatever fails here
-        with reported(lambda error: logger.warning("engines were not stopped in order: %s", _first_line(error))):
+        with warned("engines were not stopped in order: %s"):
             get(self.manager.dispose.remote(), _DISPOSE_TIMEOUT_S, "the rollout manager to stop its engines")
         ray.kill(self.manager)
-        self.data_buffer.kill()
         for group in self.trainers:
             group.kill()
-        release_placement_groups(self.slots)
-        self.tracker.close()
-        if self.save_lock is not None:
-            self.save_lock.close()
+        self.started.close()
 
 
 @dataclass(kw_only=True)
@@ -164,11 +152,10 @@ class Run:
         self._pushes = HubPushes(self._args.push_to_hub)
         self._evaluation: tuple[Any, int] | None = None
         self._version: str | None = None
-        self._probed: Probe | None = None
         self._num_trained = self.start_rollout_id
         self._next_step = 0
         self._train_ended: float | None = None
-        self._synced = SyncReport()
+        self._work = Work(num_ranks=self._args.world_size)
         self._seconds: dict[str, float] = {}
         self._live = ExitStack()
 
@@ -208,35 +195,27 @@ class Run:
         wait = get if self._recovery is None else self._recovery.get
         return wait(ref, self._args.rollout_timeout, what, "--rollout-timeout")
 
-    def _send_current_weights(self, waiting: WaitingEngines) -> bool:
+    def _send_current_weights(self, fleet: EngineFleet, num_serving: int) -> bool:
         """Send weights to engines that restarted in the middle of a rollout. False: they wait for the next sync.
 
         They get the trainer's weights if those are the weights that serve, or if no engine serves: then newer weights
         generate the rest of the rollout.
         """
-        if self.trainer is None:
+        if self.trainer is None or self._recovery is None:
             return True  # without training all engines serve the checkpoint
         if not self._trainer_in_use.acquire(blocking=False):  # training may hold it for minutes
             return False
         try:
             version = str(self._num_trained)
-            if waiting.num_serving and (version != self._version or self.handoff.shares_devices):
+            if num_serving and (version != self._version or self.handoff.shares_devices):
                 return False
-            with self.handoff.to_sync_with(waiting.fleet, self._args.weight_sync_timeout):
-                report = self.trainer.update_weights(waiting.fleet, version)
-            self._verify_computation(waiting.fleet, report)
+            with self.handoff.to_sync_with(fleet, self._args.weight_sync_timeout):
+                report = self.trainer.update_weights(fleet, version)
+            self._recovery.verify(fleet, report, self._args.weight_sync_timeout)
             self._version = version
             return True
         finally:
             self._trainer_in_use.release()
-
-    def _verify_computation(self, fleet: EngineFleet, report: SyncReport) -> None:
-        """Raise an EngineError unless every engine of ``fleet``, which serves, computes with the last sync."""
-        if report.canary is not None:
-            verify_canary(fleet, report.canary, self._args.weight_sync_timeout, self._synced.canary)
-        if report.proof is not None:
-            verify_adapter(fleet, report.proof, self._args.weight_sync_timeout, self._probed)
-            self._probed = report.proof.probe
 
     def prefetch_rollouts(self) -> PrefetchedRollouts[RolloutResult]:
         """All rollouts of the run, generated ahead of the trainer: up to ``--async-buffer-size``, or the staleness."""
@@ -304,12 +283,11 @@ class Run:
             fleet, report = self._recovery.sync(lambda fleet: (fleet, trainer.update_weights(fleet, version)))
             self._version = version
             self.handoff.to_engines()
-        with self._recovery.tolerating_deaths(fleet, "the proof of the sync"):
-            self._verify_computation(fleet, report)
+        self._recovery.verify_sync(fleet, report, self._args.weight_sync_timeout)
         self._seconds["sync"] = report.seconds
-        self._synced = report
+        self._work = replace(self._work, num_synced_bytes=report.num_bytes, changed_share=report.changed_share)
         if self.handles.weights is not None and report.weights:
-            other = self.handles.weights.add(num_trained, content_hash(report.weights), report.weights)
+            other = self.handles.weights.add(num_trained, report.content_hash, report.weights)
             if other is not None:
                 text = "weights of version %d differ from those before the restart, first in %s: not the same history"
                 logger.warning(text, num_trained, other)
@@ -381,13 +359,7 @@ class Run:
         if rollout.version is not None:
             metrics["rollout/weight_version_lag"] = float(rollout_id - int(rollout.version))
         phases = self._seconds | self.handoff.seconds | (training.seconds if training is not None else {})
-        work = Work(
-            num_tokens=rollout.num_tokens,
-            forward_flops=rollout.forward_flops,
-            num_ranks=self._args.world_size,
-            num_synced_bytes=self._synced.num_bytes,
-            changed_share=self._synced.changed_share,
-        )
+        work = replace(self._work, num_tokens=rollout.num_tokens, forward_flops=rollout.forward_flops)
         metrics |= perf_metrics(phases, work)
         if training is not None:
             metrics |= {f"rollout/{name}": value for name, value in training.rollout.items()}
@@ -438,11 +410,6 @@ class Run:
         if self.trainer is None or not self._args.async_save:
             return
         acknowledge()
-        text = "the checkpoint that was being written does not count: %s"
-        with reported(lambda error: logger.warning(text, _first_line(error))):  # the run ends with its own error
+        with warned("the checkpoint that was being written does not count: %s"):  # the run ends with its own error
             raise_if_dead(self.handles.ranks, "a checkpoint that was being written")
             self.trainer.finish_saves(_FINISH_SAVES_TIMEOUT_S)
-
-
-def _first_line(error: Exception) -> str:
-    return (message_of(error) or str(error)).partition("\n")[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,23 +13,18 @@ from typing import Any
 import ray
 
 from slime.backends.training.checkpoint_source import resumed_from
-from slime.config.resolve.paths import needs_reference
-from slime.config.roles import critic_args, needs_critic, role_args
 from slime.config.run_config import RunConfig
-from slime.data.ledger import ledger_path
 from slime.data.schedule import WEIGHTS, WeightHistory, read_schedule
 from slime.observability.console import START, Console
 from slime.observability.run_log import FILE, RUN_LOG
 from slime.observability.tracking import create_tracker, run_directory
-from slime.ray.actor_group import RayTrainGroup
+from slime.ray.actor_group import start_trainers
 from slime.ray.arguments import run_config
 from slime.ray.data_buffer import DataBufferClient, create_data_buffer
 from slime.ray.engines.recovery import RemoteEngines
-from slime.ray.engines.servers import RolloutServers
-from slime.ray.placement_group import create_placement_groups, release_placement_groups
+from slime.ray.placement_group import GpuSlots, create_placement_groups, release_placement_groups
 from slime.ray.rollout import create_rollout_manager
-from slime.ray.run.cluster import engines_share_devices
-from slime.ray.run.device_handoff import DeviceHandoff
+from slime.ray.run.device_handoff import DeviceHandoff, engines_share_devices
 from slime.ray.run.engine_port import EnginePort
 from slime.ray.run.loop import Run, RunHandles
 from slime.ray.watch.failure_report import message_of
@@ -78,48 +73,49 @@ def start_run(args: Namespace) -> Run:
         StartFailed: a process died during the start. After any error the processes that already run are stopped.
     """
     config = run_config(args)
-    handles = _create_handles(config.args)
+    handles, slots = _create_handles(config.args)
     with undone(handles.dispose):  # no process may survive
         try:
             with START.shown():
-                run = _complete(config, handles)
+                run = _complete(config, handles, slots["actor"])
             handles.console.begin(run.rollout_ids)
             return run
         except ProcessDied as death:
             raise StartFailed(f"the run could not start: {message_of(death)}") from None
 
 
-def _create_handles(args: Namespace) -> RunHandles:
+def _create_handles(args: Namespace) -> tuple[RunHandles, Mapping[str, GpuSlots]]:
     """Create the actors, which start nothing yet. If one of them fails, the ones before it are stopped."""
     with ExitStack() as made:
         is_new = resumed_from(args) is None and not args.start_rollout_id
+        if args.save is not None:
+            made.enter_context(closing(lock_save(args.save)))
         tracker = create_tracker(args, is_new=is_new)
         made.callback(tracker.close)
-        save_lock = None if args.save is None else made.enter_context(closing(lock_save(args.save)))
         slots = create_placement_groups(args)
         made.callback(release_placement_groups, slots)
         directory = run_directory(args)
         RUN_LOG.open(directory / FILE)
-        ledger = ledger_path(args.save, directory)
-        data_buffer = create_data_buffer(args, ledger)
+        data_buffer, ledger = create_data_buffer(args, directory)
         made.callback(data_buffer.kill)
         progress = Progress(directory, ledger=str(ledger))
         weights = WeightHistory(ledger.with_name(WEIGHTS)) if args.deterministic_mode else None
         manager = create_rollout_manager(args, slots["rollout"], data_buffer)
-        made.pop_all()
-    return RunHandles(
+        started = made.pop_all()
+    console = Console.of(args, directory)
+    handles = RunHandles(
         tracker=tracker,
         manager=manager,
         data_buffer=data_buffer,
-        slots=slots,
         progress=progress,
-        console=Console.of(args, directory),
-        save_lock=save_lock,
+        started=started,
+        console=console,
         weights=weights,
     )
+    return handles, slots
 
 
-def _complete(config: RunConfig, handles: RunHandles) -> Run:
+def _complete(config: RunConfig, handles: RunHandles, slots: GpuSlots) -> Run:
     settings, data_buffer = config[StartArgs], handles.data_buffer
     parts: dict[str, list[Any]] = {}
 
@@ -141,7 +137,7 @@ def _complete(config: RunConfig, handles: RunHandles) -> Run:
         get(ready, settings.all_start_timeout, "engines to start", _START_FLAGS, reports_work=True, meanwhile=note)
         note()
         shared_engines.offload()
-    starts = [] if settings.debug_rollout_only else _start_trainers(config, handles)
+    starts = [] if settings.debug_rollout_only else start_trainers(config, slots, handles.trainers)
     parts |= _begin("trainer", starts)
     what, limit_s = "engines and trainer to start", settings.all_start_timeout
     results = get([*ready, *starts], limit_s, what, _START_FLAGS, reports_work=True, meanwhile=note, slice_s=_SLICE_S)
@@ -168,7 +164,7 @@ def _complete(config: RunConfig, handles: RunHandles) -> Run:
         rollout_ids=rollout_ids,
         rollouts_per_epoch=per_epoch,
         engines=engines,
-        takes_weights=engines is not None and bool(engines.call(RolloutServers.receivers).engines),
+        takes_weights=engines is not None and engines.take_weights(),
         has_journal=begun is not None,
         trainer=trainer,
         critic=critic,
@@ -181,25 +177,6 @@ def _begin(name: str, refs: list[Any]) -> dict[str, list[Any]]:
     if refs:
         START.begin(name)
     return {name: refs} if refs else {}
-
-
-def _start_trainers(config: RunConfig, handles: RunHandles) -> list[Any]:
-    """Start actor and critic. Returns refs to the rollout id that each rank would start with."""
-    args, settings, slots = config.args, config[StartArgs], handles.slots["actor"]
-    of_actor = role_args(args, "actor")
-    trainer = RayTrainGroup(of_actor, slots)
-    handles.trainers.append(trainer)
-    starts = trainer.start_setup(needs_reference(of_actor))
-    if not needs_critic(args):
-        return starts
-    if settings.offload_train:  # both models do not fit at once: the actor leaves before the critic is built
-        get(
-            starts, settings.trainer_start_timeout, "the trainer to start", "--trainer-start-timeout", reports_work=True
-        )
-        trainer.offload()
-    critic = RayTrainGroup(critic_args(args), slots, "critic")
-    handles.trainers.append(critic)
-    return starts + critic.start_setup(with_ref=False)
 
 
 def _num_rollout(settings: StartArgs, data_buffer: DataBufferClient, is_read: Any) -> tuple[int, int | None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import ray
@@ -13,6 +14,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 from slime.ray.watch.failure_report import (
     Reports,
     death_report,
+    message_of,
     missing_for,
     silence_report,
     stacks_of,
@@ -20,7 +22,7 @@ from slime.ray.watch.failure_report import (
 )
 from slime.ray.watch.heartbeat import HeartbeatWatch, WorkReport, processes_of
 from slime.utils.deadline import Deadline, raise_if_interrupted
-from slime.utils.errors import SlimeError
+from slime.utils.errors import SlimeError, reported
 
 logger = logging.getLogger(__name__)
 
@@ -114,6 +116,11 @@ def raise_if_dead(actors: Sequence[Any], what: str) -> None:
             ray.get(ref)
         except RayActorError as death:
             raise death_report(death, pending, deadline) from None
+
+
+def warned(text: str) -> AbstractContextManager[None]:
+    """Work at the end of a run, which goes on after an error: ``text`` with its first line becomes a warning."""
+    return reported(lambda error: logger.warning(text, (message_of(error) or str(error)).partition("\n")[0]))
 
 
 def _death_among(pending: list[Any]) -> RayActorError | None:

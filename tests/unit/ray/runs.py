@@ -93,7 +93,6 @@ def make_run(
         "tracker": SimpleNamespace(log=lambda *a, **k: None, close=lambda: None, directory=None),
         "manager": None,
         "data_buffer": SimpleNamespace(kill=lambda: None, trained=lambda rollout_id: None, actor=None),
-        "slots": {},
         "progress": NoProgress(),
         "trainers": [group for group in (trainer, critic) if group is not None],
     }

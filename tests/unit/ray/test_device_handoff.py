@@ -139,7 +139,6 @@ def story_of(
         monkeypatch.setattr(module, "get", lambda ref, *arguments, **more: ref)
     monkeypatch.setattr(loop.Run, "report", lambda run, *told: None)
     monkeypatch.setattr(loop.ray, "kill", lambda actor: None)
-    monkeypatch.setattr(loop, "release_placement_groups", lambda slots: None)
     monkeypatch.setattr(start, "start_run", lambda args: run)
     try:
         driver.train(args)

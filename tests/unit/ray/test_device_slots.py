@@ -12,7 +12,8 @@ from slime.config.plan.layout import read_layout
 from slime.config.plan.placement import plan_placement
 from slime.ray import placement_group
 from slime.ray.placement_group import GpuSlots, create_placement_groups
-from slime.ray.run.cluster import engines_share_devices, slot_layout
+from slime.ray.run.cluster import slot_layout
+from slime.ray.run.device_handoff import engines_share_devices
 from slime.utils.errors import ConfigError
 from tests.unit.config.plan_args import plan_args
 

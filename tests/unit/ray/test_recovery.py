@@ -16,7 +16,6 @@ from slime.ray.engines import recovery as recovery_module
 from slime.ray.engines.fleet import RayEngineFleet, WaitingEngines
 from slime.ray.engines.recovery import Recovery, RemoteEngines
 from slime.ray.engines.servers import RolloutServers
-from slime.ray.run import loop
 from slime.ray.run.loop import Run
 from slime.ray.train_actor import SyncReport
 from slime.utils.errors import DeadlineExceeded, EngineError, EngineSilent
@@ -78,7 +77,7 @@ def proving(run: Run, monkeypatch: pytest.MonkeyPatch, wrong: str) -> list[tuple
     def update_weights(engines: RayEngineFleet, version: str) -> SyncReport:
         return SyncReport(proof=AdapterProof(Probe(version, [], [], []), {}))
 
-    monkeypatch.setattr(loop, "verify_adapter", verify)
+    monkeypatch.setattr(recovery_module, "verify_adapter", verify)
     run.trainer.update_weights = update_weights  # type: ignore[union-attr,method-assign,assignment]
     return asked
 
@@ -138,7 +137,7 @@ def test_without_a_trainer_the_weights_of_the_checkpoint_are_right(engines, monk
 
 
 def test_an_engine_that_dies_of_its_weights_does_not_end_the_rollout_but_another_failure_does(engines, monkeypatch):
-    def fail(waiting):
+    def fail(fleet, num_serving):
         raise EngineError("connection reset")
 
     slices(monkeypatch, 1)

@@ -25,7 +25,7 @@ def test_what_was_made_before_a_start_failed_is_ended_in_the_reverse_order(
     made = {
         "create_tracker": SimpleNamespace(close=lambda: ended.append("create_tracker")),
         "create_placement_groups": {"rollout": None},
-        "create_data_buffer": SimpleNamespace(kill=lambda: ended.append("create_data_buffer")),
+        "create_data_buffer": (SimpleNamespace(kill=lambda: ended.append("create_data_buffer")), "ledger"),
     }
 
     def step(name: str) -> Any:
@@ -41,7 +41,6 @@ def test_what_was_made_before_a_start_failed_is_ended_in_the_reverse_order(
     monkeypatch.setattr(start, "release_placement_groups", lambda slots: ended.append("create_placement_groups"))
     monkeypatch.setattr(start, "resumed_from", lambda args: None)
     monkeypatch.setattr(start, "run_directory", lambda args: tmp_path)
-    monkeypatch.setattr(start, "ledger_path", lambda save, directory: "ledger")
     monkeypatch.setattr(start, "Progress", lambda directory, ledger: None)
     monkeypatch.setattr(start, "run_config", RunConfig.of)
     with pytest.raises(DeadlineExceeded, match=breaks):

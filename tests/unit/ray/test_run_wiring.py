@@ -15,10 +15,10 @@ from slime.config.groups import from_args
 from slime.config.run_config import RunConfig
 from slime.data.dump_file import save_debug_rollout_data
 from slime.data.sample import Sample
+from slime.models.cost import forward_flops
+from slime.ray import actor_group, train_actor
 from slime.ray import rollout as rollout_module
-from slime.ray import train_actor
 from slime.ray.engines import recovery
-from slime.ray.engines.fleet import WaitingEngines
 from slime.ray.rollout import RolloutManager
 from slime.ray.run import loop, start
 from slime.ray.shards import Box, RolloutResult
@@ -81,13 +81,13 @@ def test_an_engine_that_waits_gets_weights_only_while_the_trainer_has_those_that
     trainer = SimpleNamespace(update_weights=update_weights, train=lambda *arguments: TrainReport())
     engines = Engines()
     run = make_run(args={"is_async": True}, trainer=trainer, engines=engines, rollout_ids=range(3, 9))
-    waiting = WaitingEngines(fleet=object(), num_serving=1)  # type: ignore[arg-type]
+    waiting: Any = object()
     run.sync_weights(3)
-    assert run._send_current_weights(waiting)
+    assert run._send_current_weights(waiting, 1)
     run.train(3, RolloutResult([], {}))
-    assert not run._send_current_weights(waiting)
+    assert not run._send_current_weights(waiting, 1)
     run.sync_weights(4)
-    assert run._send_current_weights(waiting)
+    assert run._send_current_weights(waiting, 1)
     assert sent == ["3", "3", "4", "4"]
 
 
@@ -107,10 +107,9 @@ def test_the_trainer_has_the_values_of_its_role(monkeypatch: pytest.MonkeyPatch,
         seen.append(args)
         return SimpleNamespace(start_setup=lambda with_ref: [])
 
-    monkeypatch.setattr(start, "RayTrainGroup", group)
+    monkeypatch.setattr(actor_group, "RayTrainGroup", group)
     args = make_command(tmp_path).resolve("--megatron-config-path", str(file))
-    handles = SimpleNamespace(slots={"actor": None}, trainers=[])
-    start._start_trainers(RunConfig.of(args), handles)  # type: ignore[arg-type]
+    actor_group.start_trainers(RunConfig.of(args), None, [])  # type: ignore[arg-type]
     assert [of_role.lr for of_role in seen] == [0.5]
     assert args.lr != 0.5
 
@@ -164,7 +163,7 @@ def test_the_share_of_tokens_that_pass_the_trainer_is_a_metric(tmp_path: Path, m
     made = make_manager(tmp_path, "--share-prefixes", "--micro-batch-size", "2")
     result = made.generate(0)
     assert result.metrics["rollout/unique_token_share"] == 0.5  # the samples are equal
-    assert 0 < result.forward_flops < made._flops([2, 2], SimpleNamespace(cost=lambda of_length: None))  # type: ignore[arg-type]
+    assert 0 < result.forward_flops < forward_flops([2, 2], made._args.hf_checkpoint, lambda _: None)
     made.dispose()
 
 
