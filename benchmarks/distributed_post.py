@@ -92,7 +92,6 @@ def main() -> None:
     )
     workers = start_http_workers(args)
     workers.wait_ready(60.0)
-    http_utils.set_sender(workers.send)
     results[f"{options.posters} posters"] = measure(url, options)
     ray.shutdown()
     server.kill()

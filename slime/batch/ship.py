@@ -1,7 +1,6 @@
-"""Cuts the batch into one dict per data-parallel rank and turns its columns into CPU tensors for the object store.
+"""Groups of samples become one dict per data-parallel rank, with columns of CPU tensors for the object store.
 
-Called after scheduling, in the rollout process. The trainer receives the dicts. ``slime.data.columns`` decides the form
-of each column.
+Used in the rollout process. The trainer receives the dicts. ``slime.data.columns`` decides the form of each column.
 """
 
 from __future__ import annotations
@@ -14,10 +13,14 @@ from typing import Any
 import numpy
 import torch
 
+from slime.batch.compile import ConvertHook, PostProcessHook, compile_train_data
 from slime.batch.prefixes import PrefixTree, prefix_tree
+from slime.batch.rewards import RewardArgs, SignalWatch
 from slime.batch.schedule import MicroBatchArgs, ParallelLayout, StepPlan, plan_steps
+from slime.config.run_config import RunConfig
 from slime.data.columns import RankBatch, TrainData, column
-from slime.models.cost import ModelDims
+from slime.models.cost import ModelDims, forward_flops
+from slime.models.hf_shape import read_shape
 
 logger = logging.getLogger(__name__)
 
@@ -32,11 +35,13 @@ class Shipment:
     Attributes:
         ranks: one batch per data-parallel rank.
         plan: the schedule.
+        total_lengths: tokens of every sample, also of those that are not scheduled.
         prefixes: of the samples, if a prefix that samples of a micro-batch share is computed once.
     """
 
     ranks: list[RankBatch]
     plan: StepPlan
+    total_lengths: Sequence[int] = ()
     prefixes: PrefixTree | None = None
 
     @property
@@ -59,6 +64,51 @@ class Shipment:
             for partition, micro_batches in ranks
             for items in micro_batches
         )
+
+    def forward_flops(self, hf_checkpoint: str) -> float:
+        """Floating-point operations of one forward pass over all samples."""
+        return forward_flops(self.total_lengths, hf_checkpoint, self.cost)
+
+
+class Shipper:
+    """Makes the batches of every rollout of a run.
+
+    Args:
+        post_process, convert: see :func:`slime.batch.compile.compile_train_data`.
+    """
+
+    def __init__(
+        self, config: RunConfig, post_process: PostProcessHook | None = None, convert: ConvertHook | None = None
+    ) -> None:
+        self._config, self._args = config, config.args
+        self._post_process, self._convert = post_process, convert
+        self._signal = SignalWatch(self._args)
+        is_balanced = self._args.balance_data or self._args.balance_by_flops
+        self._dims = read_shape(self._args.hf_checkpoint) if is_balanced else None
+        self._layout = self._trainer_layout()
+
+    def _trainer_layout(self) -> ParallelLayout:
+        args = self._args
+        if not args.world_size:
+            return ParallelLayout(dp_size=1)  # no trainer
+        return ParallelLayout.of(
+            args.world_size,
+            tensor=args.tensor_model_parallel_size,
+            pipeline=args.pipeline_model_parallel_size,
+            context=args.context_parallel_size,
+            virtual_stages=args.virtual_pipeline_model_parallel_size,
+            group_size=args.microbatch_group_size_per_vp_stage,
+        )
+
+    def ship(self, rollout_id: int, groups: Sequence[Any]) -> Shipment:
+        """The batches of a rollout's groups."""
+        rewards, settings = self._config[RewardArgs], self._config[MicroBatchArgs]
+        data = compile_train_data(
+            groups, rewards=rewards, post_process=self._post_process, convert=self._convert, args=self._args
+        )
+        self._signal.check(rollout_id, data["rewards"], data["raw_reward"])
+        size = self._args.global_batch_size
+        return split_by_dp(data, layout=self._layout, global_batch_size=size, settings=settings, dims=self._dims)
 
 
 def split_by_dp(
@@ -97,7 +147,8 @@ def split_by_dp(
             global_batch_size,
         )
     _warn_of_long_samples(data["total_lengths"], settings, layout)
-    return Shipment([tensorize(slice_batch(data, plan, rank)) for rank in range(layout.dp_size)], plan, prefixes)
+    ranks = [tensorize(slice_batch(data, plan, rank)) for rank in range(layout.dp_size)]
+    return Shipment(ranks, plan, data["total_lengths"], prefixes)
 
 
 def _warn_of_long_samples(total_lengths: Sequence[int], settings: MicroBatchArgs, layout: ParallelLayout) -> None:

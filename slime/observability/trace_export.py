@@ -160,6 +160,11 @@ class FinishedSamples:
         if args.deterministic_mode:
             Schedule.current = Schedule(ledger_path(args.save, run_directory(args)).with_name(SCHEDULE))
 
+    def begin(self, rollout_id: int) -> None:
+        """Begin with ``rollout_id``: the run makes it and later rollouts anew."""
+        if Schedule.current is not None:
+            Schedule.current.begin(rollout_id)
+
     def write(self, samples: Sequence[Sample], rollout_id: int, kind: Literal["rollout", "eval"]) -> None:
         self._traces.export(samples)
         if Schedule.current is not None and kind == "rollout":

@@ -1,5 +1,5 @@
 """The rollout manager: the Ray actor that owns engines and router, runs the user's rollout function with the Data
-Buffer, and turns the returned groups into shards for the trainer. It knows only the layout of the trainer.
+Buffer, and sends the shards of the returned groups to the trainer. It knows only the layout of the trainer.
 """
 
 from __future__ import annotations
@@ -8,24 +8,18 @@ import logging
 import time
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import ray
 
-from slime.batch.compile import compile_train_data
-from slime.batch.rewards import RewardArgs, SignalWatch
-from slime.batch.schedule import MicroBatchArgs, ParallelLayout
-from slime.batch.ship import Shipment, split_by_dp
+from slime.batch.ship import Shipper
 from slime.config.run_config import RunConfig
 from slime.data.dump_file import load_debug_rollout_data, save_debug_rollout_data, save_tokenizer
 from slime.data.sample import Sample, iter_samples
-from slime.data.schedule import Schedule
 from slime.hooks.load import load_function
-from slime.models.cost import forward_flops
-from slime.models.hf_shape import read_shape
 from slime.observability.logging_utils import collecting, configure_logger
 from slime.observability.rollout_metrics import log_eval_rollout_data, log_rollout_data, mean_reward
-from slime.observability.sample_record import Example
 from slime.observability.trace_export import FinishedSamples
 from slime.ray.data_buffer import DataBufferClient
 from slime.ray.engines.http_workers import HttpWorkers, are_wanted, start_http_workers
@@ -39,7 +33,6 @@ from slime.rollout.rm_hub.grader_pool import preload_graders
 from slime.rollout.sample_hooks import set_current_rollout_id, set_evaluated_rollout_id
 from slime.rollout.sglang_rollout import GenerateState
 from slime.utils.async_utils import exits_are_errors
-from slime.utils.http_utils import get_rollout_num_engines, set_sender
 
 if TYPE_CHECKING:
     from slime.ray.placement_group import GpuSlots
@@ -71,7 +64,6 @@ class RolloutManager:
         self._servers: RolloutServers | None = None
         self._http_workers: HttpWorkers | None = None
         self._finished = FinishedSamples(args)
-        self._signal = SignalWatch(args)
         self._journal = Journal.of(args)
         self._inject_fault: Any = None
 
@@ -91,12 +83,11 @@ class RolloutManager:
         self._rollout_function = load_function(args.rollout_function_path, "rollout")
         self._keeps_prompts = getattr(self._rollout_function, "keeps_prompts", False)
         self._eval_function = load_function(args.eval_function_path, "rollout")
-        self._post_process = _load_optional(args.custom_reward_post_process_path)
-        self._convert = _load_optional(args.custom_convert_samples_to_train_data_path)
+        post_process = _load_optional(args.custom_reward_post_process_path)
+        convert = _load_optional(args.custom_convert_samples_to_train_data_path)
+        self._shipper = Shipper(self._config, post_process, convert)
         self._log_rollout = _load_optional(args.custom_rollout_log_function_path)
         self._log_eval = _load_optional(args.custom_eval_rollout_log_function_path)
-        self._dims = read_shape(args.hf_checkpoint) if args.balance_data or args.balance_by_flops else None
-        self._layout = _trainer_layout(args)
         if args.ci_test and args.use_fault_tolerance:
             self._inject_fault = load_function(_FAULT)()
         if self._servers is not None:
@@ -106,7 +97,6 @@ class RolloutManager:
                 self._servers.fleet.start("reset_weights").wait(args.weight_sync_timeout)
         if self._http_workers is not None:
             self._http_workers.wait_ready(args.engine_start_timeout)
-            set_sender(self._http_workers.send)
 
     def on_engines(self, method: Callable[Concatenate[RolloutServers, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
         """The result of ``method(servers, ...)``, for the driver (``RemoteEngines.call``)."""
@@ -120,8 +110,7 @@ class RolloutManager:
             The first rollout to generate: those before it are in the journal. None without a journal.
         """
         first_new = None if self._journal is None else self._journal.begin(first)
-        if Schedule.current is not None:
-            Schedule.current.begin(first if first_new is None else first_new)
+        self._finished.begin(first if first_new is None else first_new)
         return first_new
 
     def await_journal(self, rollout_id: int) -> None:
@@ -147,45 +136,26 @@ class RolloutManager:
         self._finished.write(samples, rollout_id, "rollout")
         seconds = time.monotonic() - started
         metrics = log_rollout_data(rollout_id, self._args, samples, metrics, seconds, self._log_rollout)
-        num_groups = len({sample.group_index for sample in samples})
-        example = Example.of(samples[0]) if samples else None
+        result = RolloutResult.of(samples, metrics)
         if self._args.debug_rollout_only:  # otherwise the trainer reports the reward
             key = self._args.reward_key
             rewards = [s.reward.get(key) if key and isinstance(s.reward, dict) else s.reward for s in samples]
-            return RolloutResult([], mean_reward(rewards) | metrics, num_groups=num_groups, example=example)
-        data = compile_train_data(
-            groups,
-            rewards=self._config[RewardArgs],
-            post_process=self._post_process,
-            convert=self._convert,
-            args=self._args,
-        )
-        self._signal.check(rollout_id, data["rewards"], data["raw_reward"])
-        shipment = split_by_dp(
-            data,
-            layout=self._layout,
-            global_batch_size=self._args.global_batch_size,
-            settings=self._config[MicroBatchArgs],
-            dims=self._dims,
-        )
+            return replace(result, metrics=mean_reward(rewards) | metrics)
+        shipment = self._shipper.ship(rollout_id, groups)
         metrics["rollout/dropped_samples"] = float(shipment.num_dropped_samples)
         num_passing = shipment.cost()
         if num_passing is not None:
             metrics["rollout/unique_token_share"] = num_passing / shipment.num_tokens
         boxes = [boxed(batch, self._args.rollout_data_transport) for batch in shipment.ranks]
-        return RolloutResult(
-            boxes,
-            metrics,
+        return replace(
+            result,
+            shards=boxes,
+            metrics=metrics,
             version=None if is_new else rollout.newest,
             oldest_version=None if is_new else rollout.version,
-            num_tokens=sum(data["total_lengths"]),
-            forward_flops=self._flops(data["total_lengths"], shipment),
-            num_groups=num_groups,
-            example=example,
+            num_tokens=sum(shipment.total_lengths),
+            forward_flops=shipment.forward_flops(self._args.hf_checkpoint),
         )
-
-    def _flops(self, lengths: list[int], shipment: Shipment) -> float:
-        return forward_flops(lengths, self._args.hf_checkpoint, shipment.cost)
 
     def _rollout(self, rollout_id: int, saves_state: bool, version: str | None) -> tuple[Entry, bool]:
         """A rollout, and whether it was generated now. If not, an earlier start of the run finished it."""
@@ -201,12 +171,9 @@ class RolloutManager:
         return entry, True
 
     def _groups(self, rollout_id: int) -> tuple[Any, dict[str, float]]:
-        if self._args.load_debug_rollout_data is not None:
-            return load_debug_rollout_data(
-                self._args.load_debug_rollout_data,
-                rollout_id=rollout_id,
-                subsample_ratio=self._args.load_debug_rollout_data_subsample,
-            ), {}
+        dump, share = self._args.load_debug_rollout_data, self._args.load_debug_rollout_data_subsample
+        if dump is not None:
+            return load_debug_rollout_data(dump, rollout_id=rollout_id, subsample_ratio=share), {}
         with collecting() as logged:
             output = self._call(self._rollout_function, rollout_id, evaluation=False)
         self._data_buffer.settle(rollout_id, _numbers(output.samples), self._keeps_prompts)
@@ -214,9 +181,7 @@ class RolloutManager:
 
     def _call(self, function: Any, rollout_id: int, *, evaluation: bool) -> Any:
         if self._servers is not None:  # engines may have joined
-            GenerateState(self._args).slots.grow(
-                self._args.sglang_server_concurrency * get_rollout_num_engines(self._args)
-            )
+            GenerateState(self._args).grow()
         try:
             output = call_rollout_fn(function, self._args, rollout_id, self._data_buffer, evaluation=evaluation)
         except Exception:
@@ -255,22 +220,8 @@ class RolloutManager:
             self._servers.stop()
             self._servers = None
         if self._http_workers is not None:
-            set_sender(None)
             self._http_workers.kill()
             self._http_workers = None
-
-
-def _trainer_layout(args: Namespace) -> ParallelLayout:
-    if not args.world_size:
-        return ParallelLayout(dp_size=1)  # no trainer
-    return ParallelLayout.of(
-        args.world_size,
-        tensor=args.tensor_model_parallel_size,
-        pipeline=args.pipeline_model_parallel_size,
-        context=args.context_parallel_size,
-        virtual_stages=args.virtual_pipeline_model_parallel_size,
-        group_size=args.microbatch_group_size_per_vp_stage,
-    )
 
 
 def _numbers(groups: Any) -> list[int]:

@@ -11,6 +11,7 @@ import ray
 
 from slime.config.arguments import ClusterArgs
 from slime.config.groups import from_args
+from slime.data.sample import Sample
 from slime.observability.sample_record import Example
 from slime.utils.errors import DataError
 
@@ -54,6 +55,12 @@ class RolloutResult:
     def versions(self) -> tuple[str, str] | None:
         """(oldest, newest) weight version that its tokens may come from."""
         return None if self.version is None else (self.oldest_version or self.version, self.version)
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample], metrics: dict[str, float]) -> RolloutResult:
+        """The result without shards."""
+        num_groups = len({sample.group_index for sample in samples})
+        return cls([], metrics, num_groups=num_groups, example=Example.of(samples[0]) if samples else None)
 
 
 def process_rollout_data(

@@ -25,7 +25,8 @@ from slime.data.media import (
     with_single_placeholders,
 )
 from slime.data.sample import Sample, iter_samples
-from slime.data.sampling_mask import LACKS_SETS, REPLAY_TOP_K, cuts_vocabulary, lacks_sets
+from slime.data.sampling_mask import LACKS_SETS, REPLAY_TOP_K, cuts_vocabulary, lacks_sets, sampled_tokens
+from slime.data.schedule import note_part
 from slime.data.served_adapter import adapter_fields
 from slime.rollout.direct_engines import PAST_THE_ROUTER
 from slime.rollout.eval_config import EvalDatasetConfig
@@ -291,6 +292,30 @@ def check_reply(request: EngineRequest, sample: Sample, reply: Any) -> dict[str,
             return reply | {"text": "", "meta_info": meta | {"output_token_logprobs": [], "completion_tokens": 0}}
         raise EngineError(f"sample {sample.index}: {LACKS_SETS}")
     return reply
+
+
+def append_reply(
+    args: Namespace,
+    sample: Sample,
+    sampling_params: Mapping[str, Any],
+    tokenizer: Any,
+    reply: Mapping[str, Any],
+    *,
+    is_finished: bool = True,
+) -> None:
+    """Append the response in a checked reply, and remove the text of its stop token.
+
+    Args:
+        is_finished: False for the first part of a response, whose stream was closed.
+    """
+    meta = reply["meta_info"]
+    tokens, log_probs = sampled_tokens(meta)
+    sample.append_response_tokens(
+        args, tokens=tokens, log_probs=log_probs, text=reply["text"], meta_info=meta, update_terminal_info=is_finished
+    )
+    if args.deterministic_mode:
+        note_part(sample, meta.get("weight_version"))
+    cut_stop_token(args, sample, sampling_params, tokenizer, meta.get("finish_reason"))
 
 
 def stop_token_ids(hf_checkpoint: str | None, sampling_params: Mapping[str, Any], tokenizer: Any) -> set[int]:

@@ -23,6 +23,9 @@ logger = logging.getLogger(__name__)
 
 GenerateGroup = Callable[..., Awaitable[list[Any]]]
 
+EVAL_PROMPT_DATASET: dict[Any, Dataset] = {}
+"""Prompts of the evaluation sets that were read. Evaluation functions of plugins use it too."""
+
 
 def eval_prompts(args: Namespace, config: EvalDatasetConfig, known: dict[Any, Dataset]) -> Dataset:
     """The prompts of a set, read once per process and way of reading. Slow the first time: call it in a thread.
@@ -140,11 +143,7 @@ def _patience_s(config: EvalDatasetConfig, num_remaining: int) -> float | None:
 
 
 async def _generate(
-    args: Namespace,
-    config: EvalDatasetConfig,
-    group: list[Any],
-    params: dict[str, Any],
-    generate_group: GenerateGroup,
+    args: Namespace, config: EvalDatasetConfig, group: list[Any], params: dict[str, Any], generate_group: GenerateGroup
 ) -> list[Any]:
     """The scored group. After ``eval_task_timeout`` seconds its samples count as failed."""
     limit = asyncio.timeout(config.eval_task_timeout)

@@ -29,10 +29,7 @@ from uuid import uuid4
 
 from slime.data.chat import load_tokenizer
 from slime.data.media import has_media, load_processor
-from slime.data.prompts import Dataset
 from slime.data.sample import Sample, SampleGroup, iter_samples
-from slime.data.sampling_mask import sampled_tokens
-from slime.data.schedule import note_part
 from slime.hooks.load import can_be_called, load_function
 from slime.observability.trace_utils import build_sglang_meta_trace_attrs, trace_function, trace_headers, trace_span
 from slime.rollout import collect
@@ -49,16 +46,16 @@ from slime.rollout.custom_generate import (
 from slime.rollout.direct_engines import DirectEngines, with_packed_experts
 from slime.rollout.engine_request import (
     EngineRequest,
+    append_reply,
     build_request,
     check_reply,
-    cut_stop_token,
     prepare_prompt_ids,
     request_retries,
     send,
     train_sampling_params,
 )
 from slime.rollout.eval_config import EvalDatasetConfig
-from slime.rollout.evaluate import eval_prompts, evaluate
+from slime.rollout.evaluate import EVAL_PROMPT_DATASET, eval_prompts, evaluate
 from slime.rollout.failures import Attempts, is_given_up
 from slime.rollout.long_tail import LongTail
 from slime.rollout.rm_hub.scoring import score, score_group
@@ -86,9 +83,6 @@ logger = logging.getLogger(__name__)
 
 _TAIL = LongTail()
 _prepare_prompt_ids = prepare_prompt_ids  # the name that plugins import
-
-EVAL_PROMPT_DATASET: dict[Any, Dataset] = {}
-"""Prompts of the evaluation sets that were read. Evaluation functions of plugins use it too."""
 
 
 class GenerateState(metaclass=SingletonMeta):
@@ -148,6 +142,10 @@ class GenerateState(metaclass=SingletonMeta):
             yield
         finally:
             self.training.discard(request)
+
+    def grow(self) -> None:
+        """Let more samples run at the same time if engines have joined."""
+        self.slots.grow(self.args.sglang_server_concurrency * get_rollout_num_engines(self.args))
 
     def reset(self) -> None:
         self.remaining_batch_size = 0
@@ -235,13 +233,8 @@ async def generate(args: Namespace, sample: Sample, sampling_params: dict[str, A
             timeout_s=args.rollout_request_timeout,
         )
     output = check_reply(request, sample, await with_packed_experts(reply))
-    meta = output["meta_info"]
-    span.update(build_sglang_meta_trace_attrs(meta))
-    tokens, log_probs = sampled_tokens(meta)
-    sample.append_response_tokens(args, tokens=tokens, log_probs=log_probs, text=output["text"], meta_info=meta)
-    if args.deterministic_mode:
-        note_part(sample, meta.get("weight_version"))
-    cut_stop_token(args, sample, sampling_params, state.tokenizer, meta.get("finish_reason"))
+    span.update(build_sglang_meta_trace_attrs(output["meta_info"]))
+    append_reply(args, sample, sampling_params, state.tokenizer, output)
     return sample
 
 

@@ -14,11 +14,10 @@ from itertools import chain
 from typing import Any
 
 from slime.data.sample import Sample
-from slime.data.sampling_mask import OUTPUT_LISTS, sampled_tokens
-from slime.data.schedule import note_part
+from slime.data.sampling_mask import OUTPUT_LISTS
 from slime.observability.trace_utils import build_sglang_meta_trace_attrs, trace_headers, trace_span
 from slime.rollout import sglang_rollout
-from slime.rollout.engine_request import EngineRequest, check_reply, cut_stop_token, request_retries, send
+from slime.rollout.engine_request import EngineRequest, append_reply, check_reply, request_retries, send
 from slime.utils.errors import EngineError
 from slime.utils.http_utils import receive_stream
 
@@ -65,18 +64,8 @@ async def generate_streaming(args: Namespace, sample: Sample, sampling_params: d
     if not is_finished and not state.is_ending:
         raise ConnectionError(f"the stream of sample {sample.index} ended before the engine finished")
     if response.has_begun:
-        tokens, log_probs = sampled_tokens(meta)
-        sample.append_response_tokens(
-            args,
-            tokens=tokens,
-            log_probs=log_probs,
-            text=response.text,
-            meta_info=meta,
-            update_terminal_info=is_finished,
-        )
-        if args.deterministic_mode:
-            note_part(sample, meta.get("weight_version"))
-        cut_stop_token(args, sample, sampling_params, state.tokenizer, meta.get("finish_reason"))
+        reply = {"text": response.text, "meta_info": meta}
+        append_reply(args, sample, sampling_params, state.tokenizer, reply, is_finished=is_finished)
     if not is_finished:
         sample.status = Sample.Status.ABORTED
     return sample

@@ -47,11 +47,9 @@ def workers(cluster) -> Any:
     )
     workers = start_http_workers(args)  # type: ignore[arg-type]
     workers.wait_ready(60.0)
-    http_utils.set_sender(workers.send)
     try:
         yield workers
     finally:
-        http_utils.set_sender(None)
         workers.kill()
 
 

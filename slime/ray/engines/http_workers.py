@@ -94,14 +94,11 @@ class HttpWorkers:
         return tuple(self._order)
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Return when every worker can send requests."""
+        """Return when every worker can send requests. From then on they send those of this process."""
         refs = [actor.node_id.remote() for actor in self._actors.values()]
-        get(
-            refs,
-            timeout_s,
-            f"{len(refs)} HTTP workers to start",
-            "--engine-start-timeout; they need little memory each",
-        )
+        what, fix = f"{len(refs)} HTTP workers to start", "--engine-start-timeout; they need little memory each"
+        get(refs, timeout_s, what, fix)
+        http_utils.set_sender(self.send)
 
     async def send(self, url: str, body: Any, headers: dict[str, str] | None, timeout_s: float) -> Reply:
         """One attempt by the next worker, cancelled with the caller."""
@@ -132,7 +129,8 @@ class HttpWorkers:
         logger.warning("%s died (%s); %s", name, str(death).partition("\n")[0], rest)
 
     def kill(self) -> None:
-        """End all workers. Requests under way fail."""
+        """End all workers. Requests under way fail, and this process sends the next ones."""
+        http_utils.set_sender(None)
         for actor in self._actors.values():
             ray.kill(actor)
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from slime.batch import ship
 from slime.data.sample import iter_samples
 from slime.hooks.load import check_hooks, load_function
 from slime.ray import rollout as manager_module
@@ -59,13 +60,13 @@ def play(engine, tiny_task, monkeypatch):
 def rollout(manager, monkeypatch):
     """Rollout 0: its samples, the columns made of them, the result."""
     seen = SimpleNamespace(samples=[])
-    original = manager_module.compile_train_data
+    original = ship.compile_train_data
 
     def compile_train_data(groups, **values):
         seen.samples, seen.data = list(iter_samples(groups)), original(groups, **values)
         return seen.data
 
-    monkeypatch.setattr(manager_module, "compile_train_data", compile_train_data)
+    monkeypatch.setattr(ship, "compile_train_data", compile_train_data)
     seen.result = manager.generate(0)
     return seen
 
