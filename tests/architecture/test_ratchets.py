@@ -23,7 +23,7 @@ LIMITS: dict[str, float] = {
     "getattr and hasattr per 1000 lines": 1.98,
     "broad except per 1000 lines": 0.38,
     "comments per 1000 lines": 35,
-    "modules imported by one file": 28,
+    "modules imported by one file": 20,
     "longest import chain": 12,
     "import cycles": 0,
     "prose: nobody, somebody, whoever": 0.06,
