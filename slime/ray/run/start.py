@@ -102,14 +102,13 @@ def _create_handles(args: Namespace) -> tuple[RunHandles, Mapping[str, GpuSlots]
         weights = WeightHistory(ledger.with_name(WEIGHTS)) if args.deterministic_mode else None
         manager = create_rollout_manager(args, slots["rollout"], data_buffer)
         started = made.pop_all()
-    console = Console.of(args, directory)
     handles = RunHandles(
         tracker=tracker,
         manager=manager,
         data_buffer=data_buffer,
         progress=progress,
         started=started,
-        console=console,
+        console=Console.of(args, directory),
         weights=weights,
     )
     return handles, slots
