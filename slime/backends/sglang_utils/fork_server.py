@@ -33,6 +33,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial, wraps
 from pathlib import Path
+from types import FunctionType
 from typing import Any, NoReturn
 
 from slime.utils.deadline import Deadline, wait_until
@@ -45,7 +46,8 @@ _REQUEST_TIMEOUT_S = 5.0  # a client that connects and sends nothing is disconne
 _REAP_EVERY_S = 0.2
 # SGLang's dumper imports megatron-core, and with it wandb. Losses of transformers import scipy. No engine uses them.
 _NOT_OF_ENGINES = ("megatron", "scipy")
-_OF_ENGINES = ("sglang.srt.entrypoints.http_server", "sglang.srt.model_executor.model_runner")
+_OF_ENGINES: tuple[str, ...] = ("sglang.srt.entrypoints.http_server", "sglang.srt.model_executor.model_runner")
+_OF_ENGINES += ("slime.backends.sglang_utils.cpu_platform.models.supported",)
 _Become = Callable[[socket.socket, Mapping[str, Any]], None]
 _Sockets = Sequence[socket.socket]
 
@@ -175,7 +177,8 @@ def preload_sglang() -> None:
     # Imports keep nearly everything. The collector would visit it again and again: a quarter of the time.
     gc.disable()
     allow_torchvision_on_cpu()
-    with _unavailable(_NOT_OF_ENGINES), _compiled_at_first_call():
+    _compile_at_first_call()
+    with _unavailable(_NOT_OF_ENGINES):
         from sglang.srt.plugins import load_plugins
 
         load_plugins()
@@ -202,9 +205,8 @@ def _unavailable(names: Sequence[str]) -> Iterator[None]:
         is_scipy_available.cache_clear()
 
 
-@contextlib.contextmanager
-def _compiled_at_first_call() -> Iterator[None]:
-    """Functions that are decorated by ``torch.compile`` inside the block import its compiler when they are called."""
+def _compile_at_first_call() -> None:
+    """From now on a function that ``torch.compile`` decorates imports the compiler, a second, when it is called."""
     import torch
 
     compile_now = torch.compile
@@ -212,14 +214,12 @@ def _compiled_at_first_call() -> Iterator[None]:
     def compile_later(model: Any = None, **options: Any) -> Any:
         if model is None:
             return partial(compile_later, **options)
+        if not isinstance(model, FunctionType):
+            return compile_now(model, **options)
         compiled = cache(partial(compile_now, model, **options))
         return wraps(model)(lambda *args, **kwargs: compiled()(*args, **kwargs))
 
     torch.compile = compile_later  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        torch.compile = compile_now
 
 
 def listen(socket_path: str) -> socket.socket:
