@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -56,7 +57,12 @@ def stand_in(tmp_path: Path) -> Path:
         "model_executor/model_runner.py": RUNNER,
         "server_args.py": "prepare_server_args = lambda argv: argv\n",
         "utils.py": "kill_process_tree = lambda pid, include_parent: None\n",
+        "models/__init__.py": "",
+        "models/minimax_m2.py": "class MiniMaxM2ForCausalLM: ...\n",
     }
+    supported = Path(fork_server.__file__).with_name("cpu_platform") / "models" / "supported.py"
+    for module, name in re.findall(r"from sglang\.srt\.models\.(\w+) import (\w+)", supported.read_text()):
+        files[f"models/{module}.py"] = f"class {name}: ...\n"
     for name, text in files.items():
         path = tmp_path / "sglang" / "srt" / name
         path.parent.mkdir(parents=True, exist_ok=True)
