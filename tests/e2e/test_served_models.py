@@ -67,10 +67,9 @@ def test_unequal_engines_on_two_nodes_learn_beside_a_model_that_keeps_its_weight
         run.wait(lambda: run.num_trained() >= 1 and is_generating(first) and is_generating(second))
         hold = tmp_path / "hold"
         hold.touch()  # the run must not end before all engines are back
-        server_of(ref).kill()
         # all that make the rollout, one of them by a part on its second node: it waits until one serves
-        scheduler_of(first).kill()
-        scheduler_on_second_node(second).kill()
+        for process in [server_of(ref), scheduler_of(first), scheduler_on_second_node(second)]:
+            process.kill()
         run.wait(lambda: len(seconds_to_recovery(run.text())) == 3)
         hold.unlink()
         finished = run.end()
