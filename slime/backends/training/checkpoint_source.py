@@ -139,7 +139,7 @@ def check_checkpoints(args: Any) -> list[str]:
         return error.problems
     if (reason := nothing_left(args)) is not None:
         notices.warn(args, "--num-rollout", reason)
-    elif args.num_rollout and args.start_rollout_id is None and (last := resumed_from(args)) is not None:
+    elif (last := resumed_from(args)) is not None and args.num_rollout and args.start_rollout_id is None:
         left = args.num_rollout - last.iteration - 1
         notices.info(args, "--num-rollout", f"{last.directory} has {last.iteration + 1} of them, and {left} are left")
     # realpath: one directory may be named in two ways
