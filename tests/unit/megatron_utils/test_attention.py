@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from slime.backends.megatron_utils.model.attention import PackedAttention, packed_segments
+from slime.utils.errors import ConfigError
 from tests.unit.megatron_utils.operators import Operators
 from tests.verification import plain_attention, verify
 
@@ -56,5 +57,5 @@ def test_hundreds_of_short_segments_share_one_call_and_a_long_one_stands_alone()
 
 
 def test_what_it_cannot_do_is_refused_when_the_model_is_built() -> None:
-    with pytest.raises(NotImplementedError, match="sliding windows"):
+    with pytest.raises(ConfigError, match=r"--window-size.* sliding windows"):
         _attention(window_size=(128, 0))
