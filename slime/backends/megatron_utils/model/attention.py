@@ -196,7 +196,7 @@ class PackedAttention(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         if config.window_size is not None or getattr(config, "softmax_type", "vanilla") != "vanilla":
-            raise ConfigError("--window-size, --softmax-type: omit: packed attention has no sliding windows or sinks.")
+            raise ConfigError("omit --window-size and --softmax-type: attention here has no sliding windows or sinks.")
         channels = k_channels or config.kv_channels
         self._scale = 1.0 / math.sqrt(channels) if softmax_scale is None else softmax_scale
         self._dropout = config.attention_dropout if attention_dropout is None else attention_dropout
