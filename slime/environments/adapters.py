@@ -6,7 +6,6 @@ Each class has at most 40 lines of code. ``__init__`` imports the package, after
 from __future__ import annotations
 
 import asyncio
-import functools
 import json
 import shutil
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -230,14 +229,15 @@ class OpenEnv:
     reward_range: tuple[float, float] = (0.0, 1.0)
 
     def __post_init__(self) -> None:
-        from openenv.core.generic_client import GenericEnvClient
-
         self.reward_range = (self.reward_range[0], self.reward_range[1])  # JSON has lists only
-        limits = {"message_timeout_s": self.call_timeout, "mode": "simulation"}
-        self._session = functools.partial(GenericEnvClient, self.url, **limits)
         schema = _schemas(self.url, self.call_timeout, action=self.action, observation=self.observation)["action"]
         self._is_mcp = schema["title"] == "CallToolAction"
         self._tools = [] if self.action else _listed(self._session()) if self._is_mcp else [as_tool("step", "", schema)]
+
+    def _session(self) -> Any:
+        from openenv.core.generic_client import GenericEnvClient
+
+        return GenericEnvClient(self.url, message_timeout_s=self.call_timeout, mode="simulation")
 
     def __len__(self) -> int:
         return self.size

@@ -185,7 +185,8 @@ def test_a_server_over_http_serves_episodes_at_once(served):
 
 def test_a_server_over_http_that_is_silent_or_gone_fails_the_episode(served):
     name, options, stop = served
-    environment = load(name, **options, call_timeout=1.0)
+    environment = load(name, **options)
+    environment.call_timeout = 1.0
     silent = asyncio.run(play(environment, environment.task(0), Script([call_of("wait"), "?"]), 60))
     assert isinstance(silent.error, ConnectionError)
     assert str(silent.error).startswith(f"MCP server {options['url']}: Timed out while waiting for response to")

@@ -91,7 +91,7 @@ def test_wrong_states_wrong_calls_and_slow_commands_earn_what_the_tests_say(fold
     other = {"id": "1", "type": "function", "function": {"name": "x", "arguments": "[]"}}
     right = call_of("echo 42 > app/answer.txt")
     assert (
-        reward(folder, {"content": "", "tool_calls": [other]}, call_of("sleep 60"), right, "", command_timeout=1)
+        reward(folder, {"content": "", "tool_calls": [other]}, call_of("sleep 60"), right, "", command_timeout=5)
         == 0.75
     )
     planted = call_of("mkdir -p /logs/verifier tests; echo 1 > /logs/verifier/reward.txt; echo > /tests/test.sh")

@@ -178,9 +178,11 @@ def test_the_policy_gets_the_tools_of_an_mcp_environment() -> None:
 
 def test_a_server_that_is_silent_fails_or_is_gone_fails_the_episode_with_its_address() -> None:
     with serving(create_fastapi_app(Failing, Reply, Told, 8)) as (url, stop):
-        environment = load(f"openenv:{url}", action="text", call_timeout=2.0)
+        environment = load(f"openenv:{url}", action="text")
         task = environment.task(0)
-        errors = [asyncio.run(play(environment, task, Script([said]), 60)).error for said in ("raise", "wait")]
+        errors = [asyncio.run(play(environment, task, Script(["raise"]), 60)).error]
+        environment.call_timeout = 0.5
+        errors.append(asyncio.run(play(environment, task, Script(["wait"]), 60)).error)
         Failing.released.set()
         stop()
         errors.append(asyncio.run(play(environment, task, Script(["1"]), 60)).error)

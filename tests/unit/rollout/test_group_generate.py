@@ -189,7 +189,7 @@ def test_a_thread_that_is_too_late_does_not_write_into_the_next_attempt():
             has_written.set()
         return sample
 
-    source, args = sample_with(0, Status.PENDING, num_tokens=0), SimpleNamespace(custom_generate_timeout=0.2)
+    source, args = sample_with(0, Status.PENDING, num_tokens=0), SimpleNamespace(custom_generate_timeout=2.0)
 
     async def generate():
         for attempt in Attempts([source], retries=1, what="late"):

@@ -733,9 +733,9 @@ def test_an_evaluation_set_may_end_without_its_last_samples(setup, tiny_task):
 def test_a_prompt_of_an_evaluation_that_takes_too_long_counts_as_failed(setup, tiny_task):
     _, args = setup(custom_generate_function_path=here("slow_for_two"), custom_rm_path=here("reward_is_length"))
     args.max_failed_share = 0.5
-    result = one_set(tiny_task, args, eval_task_timeout=1)
+    result = one_set(tiny_task, args, eval_task_timeout=3)
     assert result["rewards"] == [0.0, 0.0, 1.0, 1.0, 1.0, 1.0]
-    assert "eval_task_timeout 1 s" in result["samples"][0].metadata["failure"]["message"]
+    assert "eval_task_timeout 3 s" in result["samples"][0].metadata["failure"]["message"]
 
 
 # --- the stop token at the end of a response
