@@ -195,15 +195,22 @@ class RolloutManager:
     def eval(self, rollout_id: int) -> dict[str, float]:
         """Evaluate on every ``--eval-prompt-data`` set. Returns ``eval/...`` metrics.
 
-        ``eval/weight_version`` is the oldest version that engines reported, in rollouts that it was trained on.
+        ``eval/weight_version`` is the version that scored, in rollouts that it was trained on. If all engines are lost
+        meanwhile and return with newer weights, the evaluation is repeated: its samples must have one version.
         """
         set_evaluated_rollout_id(rollout_id)
-        with collecting() as logged:
-            output = self._call(self._eval_function, rollout_id, evaluation=True)
-        samples: list[Sample] = [s for result in output.data.values() for s in result.get("samples", [])]
+        newest = -1
+        while True:
+            with collecting() as logged:
+                output = self._call(self._eval_function, rollout_id, evaluation=True)
+            samples: list[Sample] = [s for result in output.data.values() for s in result.get("samples", [])]
+            versions = {int(v) for s in samples for v in s.weight_versions if str(v).isdecimal()}
+            if len(versions) < 2 or max(versions) == newest:  # engines with foreign weights always mix versions
+                break
+            newest = max(versions)
+            logger.warning("evaluation %d has tokens of weights %s: it is repeated", rollout_id, sorted(versions))
         save_debug_rollout_data(self._args.save_debug_rollout_data, samples, rollout_id=rollout_id, evaluation=True)
         self._finished.write(samples, rollout_id, "eval")
-        versions = {int(v) for s in samples for v in s.weight_versions if str(v).isdecimal()}
         known = {"eval/weight_version": float(min(versions))} if versions else {}
         return (
             known | logged | log_eval_rollout_data(rollout_id, self._args, output.data, output.metrics, self._log_eval)

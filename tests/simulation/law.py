@@ -18,7 +18,7 @@ GROUP_SIZE = 2
 
 def broken_laws(here: World, mode: str, root: Path, num_rollouts: int, is_async: bool) -> list[str]:
     """The laws that a finished run has broken, one sentence each."""
-    return [*_of_ledger(here, root), *_of_trainer(here, mode, num_rollouts, is_async), *_of_evaluations(here)]
+    return [*_of_ledger(here, root), *_of_trainer(here, mode, num_rollouts, is_async), *_of_evaluations(here, mode)]
 
 
 def changed_samples(here: World) -> Iterator[str]:
@@ -57,11 +57,16 @@ def _of_trainer(here: World, mode: str, num_rollouts: int, is_async: bool) -> It
             yield from _foreign(entry["rollout"], index, versions, labels, mode, is_async)
 
 
-def _of_evaluations(here: World) -> Iterator[str]:
+def _of_evaluations(here: World, mode: str) -> Iterator[str]:
     for rollout, versions in here.globals["evaluated"]:
         trained_on = rollout + 1 if rollout else 0  # before the first rollout, then after every second one
-        if any(version != trained_on for version in versions):
+        # beside an evaluation in the background the trainer goes on: engines that all return get the newer weights
+        is_newer = "background" in mode and len(versions) == 1 and versions[0] == trained_on + 1
+        if any(version != trained_on for version in versions) and not is_newer:
             yield f"the evaluation after rollout {rollout} scored tokens of versions {versions}"
+    for named, scored in here.globals["labels"]:
+        if scored not in (named, None):
+            yield f"an evaluation of version {scored:.0f} was recorded as one of version {named}"
 
 
 def _foreign(

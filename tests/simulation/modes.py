@@ -55,7 +55,7 @@ MODES: dict[str, tuple[bool, list[str]]] = {
     ),
     "train, evaluation": (False, _EVALUATION),
     "train, two ranks": (False, _TWO_RANKS),
-    "train_async, two ranks, evaluation": (
+    "train_async, two ranks, background evaluation": (
         True,
         [*_TWO_RANKS, *_EVALUATION, "--async-buffer-size", "2", "--background-eval"],
     ),

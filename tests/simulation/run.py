@@ -108,6 +108,14 @@ class _Quiet:
 _QUIET = _Quiet()
 
 
+class _Labels(_Quiet):
+    """The tracker. It keeps which weights the driver names in its records of evaluations."""
+
+    def log(self, metrics: dict[str, Any], step_key: str) -> None:
+        if step_key == "eval/step":
+            world().globals["labels"].append((metrics[step_key], metrics.get("eval/weight_version")))
+
+
 class _Store:
     """Ray's internal store of process infos and heartbeats, which stop while a process is paused."""
 
@@ -150,7 +158,7 @@ def _names() -> Iterator[tuple[str, str, Any]]:
     yield "slime.ray.actor_group", "allocator_env", lambda *args: {}
     yield "slime.ray.actor_group", "nccl_as_engines", lambda *args: {}
     yield "slime.ray.run.start", "create_placement_groups", _slots
-    yield "slime.ray.run.start", "create_tracker", lambda *args, **kwargs: _QUIET
+    yield "slime.ray.run.start", "create_tracker", lambda *args, **kwargs: _Labels()
     yield "slime.ray.run.start", "START", _QUIET
     yield "slime.ray.run.start", "RUN_LOG", _QUIET
     yield "slime.ray.run.start", "Console", SimpleNamespace(of=lambda *args: _QUIET)
@@ -374,8 +382,8 @@ def simulate(
     random.seed(seed)
     mode = mode or here.random.choice(list(MODES))
     root = Path(tempfile.mkdtemp(prefix="slime-simulation-", dir=_memory()))
-    here.globals.update(network=network.Network(here), disk=disk.Disk(here, root), trained=[], counted=[], evaluated=[])
-    here.globals["num_rollouts"] = num_rollouts
+    here.globals.update(network=network.Network(here), disk=disk.Disk(here, root))
+    here.globals.update(trained=[], counted=[], evaluated=[], labels=[], num_rollouts=num_rollouts)
     here.globals["new manager"] = _new_manager
     planned = faults.schedule(here) if planned is None else planned
     problems: list[str] = []

@@ -348,6 +348,7 @@ class Run:
             return {}
         (ref, num_trained), self._evaluation = self._evaluation, None
         metrics: dict[str, float] = self._wait_for_engines(ref, f"the evaluation after {num_trained} rollouts")
+        num_trained = max(num_trained, int(metrics.get("eval/weight_version", 0)))  # engines may have got newer weights
         self.handles.tracker.log(metrics | {"eval/step": num_trained}, step_key="eval/step")
         self.handles.console.evaluated(num_trained, metrics)
         return metrics

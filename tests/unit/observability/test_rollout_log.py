@@ -154,6 +154,23 @@ def test_the_rollout_manager_calls_the_users_functions(tmp_path: Path) -> None:
     assert recorded == ["eval_000000.parquet", "rollout_000000.parquet"]
 
 
+@pytest.mark.parametrize(
+    ("attempts", "scored"),
+    [(["2", "23", "3"], 2), (["23", "3", "4"], 3), (["23", "34", "4"], 4), (["23", "23", "3"], 2)],
+)
+def test_an_evaluation_with_two_versions_is_repeated_while_newer_weights_arrive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attempts: list[str], scored: int
+) -> None:
+    made, left = manager(tmp_path), iter(attempts)
+
+    def evaluate(args: Namespace, rollout_id: int, data_source: Any, evaluation: bool) -> Any:
+        return {"gsm8k": {"rewards": [1.0], "samples": [sample(1, 1.0, tokens=[5, 6], weight_versions=[*next(left)])]}}
+
+    monkeypatch.setattr(made, "_eval_function", evaluate)
+    assert made.eval(0)["eval/weight_version"] == scored
+    made.dispose()
+
+
 @pytest.mark.parametrize("flag", ["--custom-rollout-log-function-path", "--custom-eval-rollout-log-function-path"])
 def test_a_log_function_of_another_shape_is_refused_at_the_start(tmp_path: Path, flag: str) -> None:
     _, problems = make_command(tmp_path).run(flag, f"{USER}.log")

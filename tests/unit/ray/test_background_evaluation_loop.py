@@ -48,6 +48,15 @@ def test_in_the_background_only_the_next_evaluation_or_new_weights_wait(monkeypa
     ]
 
 
+def test_an_evaluation_by_newer_weights_is_logged_as_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    story = Story()
+    run = a_run(monkeypatch, story, background=True)
+    monkeypatch.setattr(loop, "get", lambda *args, **kwargs: {"eval/weight_version": 6.0})
+    run.evaluate(4, 5)
+    run.finish_evaluation()
+    assert story == ["eval 4 begins", "logged at 6"], "all engines were lost, and got the trainer's weights"
+
+
 def test_otherwise_an_evaluation_is_over_before_anything_else_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     story = Story()
     run = a_run(monkeypatch, story, background=False)

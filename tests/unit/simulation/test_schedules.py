@@ -79,6 +79,10 @@ def test_the_journal_is_what_keeps_the_samples(monkeypatch):
     assert all("and after a death on" in problem for problem in problems)
 
 
+def test_an_evaluation_whose_engines_all_return_with_newer_weights_is_repeated():
+    assert not simulate(653).problems
+
+
 def test_an_evaluation_that_new_weights_interrupt_is_found(monkeypatch):
     sync_weights = Run.sync_weights
 
@@ -89,7 +93,7 @@ def test_an_evaluation_that_new_weights_interrupt_is_found(monkeypatch):
 
     monkeypatch.setattr(Run, "sync_weights", without_waiting)
     slow = [Fault(at, "slow network", seconds=60.0) for at in range(200, 400, 20)]
-    results = [simulate(1, mode="train_async, two ranks, evaluation", planned=[fault]) for fault in slow]
+    results = [simulate(1, mode="train_async, two ranks, background evaluation", planned=[fault]) for fault in slow]
     found = [problem for result in results for problem in result.problems]
     assert found
     assert all(re.fullmatch(r"the evaluation after rollout \d scored tokens of versions .*", each) for each in found)
