@@ -4,7 +4,7 @@ A room declares ``@dataclass(frozen=True) class EvalArgs`` with one field per fl
 module turns such classes into argparse options, and the flat namespace back into an instance of the class, so that
 code takes the narrow group and only users' hooks get the whole namespace.
 
-    eval_interval: int | None = field(default=None, metadata={"help": "Evaluate every N rollouts."})
+    eval_interval: int | None = flag(None, "Evaluate every N rollouts.")
 
 becomes ``--eval-interval N``. The option's type follows the annotation:
 

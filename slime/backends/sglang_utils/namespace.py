@@ -23,6 +23,7 @@ from slime.backends.sglang_utils.option_table import (
     router_options,
     server_options,
 )
+from slime.config.groups import flag
 from slime.config.help_text import HINT, UNKNOWN
 from slime.config.notices import Notice
 from slime.config.parse import EngineNamespace
@@ -55,11 +56,11 @@ def read_engine(tokens: Sequence[str], own: Collection[str]) -> EngineNamespace:
     rest, engine = _split(tokens, own)
     server = _Reading("sglang_", server_options())
     router = _Reading("router_", router_options())
-    for flag, words in engine:
-        if flag.startswith((_SERVER, "--no-sglang-")):
-            _read_server(server, flag, words)
+    for shown, words in engine:
+        if shown.startswith((_SERVER, "--no-sglang-")):
+            _read_server(server, shown, words)
         else:
-            _read_router(router, flag, words)
+            _read_router(router, shown, words)
     for reading in (server, router):
         if reading.table.note and reading.given:
             reading.warn(reading.table.program, reading.table.note)
@@ -198,29 +199,16 @@ def _listed(names: Sequence[str]) -> str:
 class EngineArgs:
     """Inference engines; --sglang-<flag> is any flag of the server, --router-<flag> of the router."""
 
-    sglang_router_ip: str | None = field(
-        default=None,
-        metadata={
-            "help": "Address of a router that runs already, together with its port. Default: slime starts one per run."
-        },
+    sglang_router_ip: str | None = flag(
+        None, "Address of a router that runs already, together with its port. Default: slime starts one per run."
     )
-    sglang_router_port: int | None = field(
-        default=None, metadata={"help": "Port of the router; any free one by default."}
-    )
-    sglang_router_request_timeout_secs: int = field(
-        default=14400, metadata={"help": "Seconds the router waits for an engine's answer."}
-    )
-    sglang_server_concurrency: int = field(default=512, metadata={"help": "Samples generated at once, per engine."})
-    sglang_config: str | None = field(
-        default=None, metadata={"metavar": "FILE", "help": "YAML file of models and groups of engines to serve them."}
-    )
-    prefill_num_servers: int | None = field(
-        default=None, metadata={"help": "Engines that only prefill; the others only decode."}
-    )
-    engine_start_timeout: float | None = field(
-        default=None,
-        metadata={
-            "help": "Seconds until an engine must be healthy, even if it still works. One that does nothing for ten "
-            "minutes fails earlier. Default: 3600, or more for a large checkpoint: 600 + bytes / 200 MB/s."
-        },
+    sglang_router_port: int | None = flag(None, "Port of the router; any free one by default.")
+    sglang_router_request_timeout_secs: int = flag(14400, "Seconds the router waits for an engine's answer.")
+    sglang_server_concurrency: int = flag(512, "Samples generated at once, per engine.")
+    sglang_config: str | None = flag(None, "YAML file of models and groups of engines to serve them.", metavar="FILE")
+    prefill_num_servers: int | None = flag(None, "Engines that only prefill; the others only decode.")
+    engine_start_timeout: float | None = flag(
+        None,
+        "Seconds until an engine must be healthy, even if it still works. One that does nothing for ten "
+        "minutes fails earlier. Default: 3600, or more for a large checkpoint: 600 + bytes / 200 MB/s.",
     )

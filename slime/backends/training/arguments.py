@@ -6,7 +6,7 @@ They have Megatron's spellings, whatever the backend. Collected with Megatron's 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from slime.config.groups import flag
@@ -111,8 +111,8 @@ class PrecisionArgs:
     recompute_num_layers: int | None = flag(
         None, "Layers per recompute unit. Default with --recompute-granularity full: 1."
     )
-    recompute_modules: list[str] | None = field(
-        default=None, metadata={"help": "Parts that selective recomputation covers. Default: the core attention."}
+    recompute_modules: list[str] | None = flag(
+        None, "Parts that selective recomputation covers. Default: the core attention."
     )
     recompute_loss_function: bool = flag(
         False,
@@ -202,12 +202,10 @@ class LoraArgs:
     lora_rank: int = flag(0, "Train adapters of this rank and freeze the weights of --hf-checkpoint; 0 trains all.")
     lora_alpha: float = flag(32.0, "An adapter's output is multiplied by alpha / rank.")
     lora_dropout: float = flag(0.0, "Dropout of the inputs of adapters in training steps.")
-    lora_target_modules: list[str] | None = field(
-        default=None,
-        metadata={
-            "help": "Linear layers with adapters, by their Hugging Face names, such as q_proj down_proj. Default: "
-            "all-linear: every one, or in a model with experts those of attention unless --lora-experts is given.",
-        },
+    lora_target_modules: list[str] | None = flag(
+        None,
+        "Linear layers with adapters, by their Hugging Face names, such as q_proj down_proj. Default: "
+        "all-linear: every one, or in a model with experts those of attention unless --lora-experts is given.",
     )
     lora_adapter_path: str | None = flag(
         None, "Directory of a peft adapter that training starts from. The reference stays the base.", metavar="DIR"
@@ -263,13 +261,7 @@ class TrainerArgs:
     seed: int = flag(1234, "Seed of the trainer's random number generators.")
     micro_batch_size: int = flag(1, "Samples per micro-batch without --use-dynamic-batch-size.")
     deterministic_mode: bool = flag(False, "Only deterministic kernels; an operation that has none is an error.")
-    rampup_batch_size: list[str] | None = field(
-        default=None,
-        metadata={
-            "help": "Grow the batch: start, increment, samples.",
-            "nargs": "*",
-        },
-    )
+    rampup_batch_size: list[str] | None = flag(None, "Grow the batch: start, increment, samples.", nargs="*")
     tokenizer_model: str | None = flag(None, "Tokenizer; only --hf-checkpoint, the default.", metavar="DIR")
     tokenizer_type: str | None = flag(None, "Kind of tokenizer; only HuggingFaceTokenizer, the default.")
     trust_remote_code: bool = flag(False, "Code of the tokenizer's directory may run.", no_effect="always allowed")
@@ -291,37 +283,25 @@ class PluginArgs:
     custom_megatron_before_train_step_hook_path: str | None = flag(
         None, "Function f(args, rollout_id, step_id, model, optimizer, scheduler) called before every optimizer step."
     )
-    only_train_params_name_list: list[str] | None = field(
-        default=None,
-        metadata={
-            "help": "Regular expressions of parameters to train; all others are frozen.",
-            "nargs": "*",
-        },
+    only_train_params_name_list: list[str] | None = flag(
+        None, "Regular expressions of parameters to train; all others are frozen.", nargs="*"
     )
-    freeze_params_name_list: list[str] | None = field(
-        default=None,
-        metadata={
-            "help": "Regular expressions of parameters to freeze.",
-            "nargs": "*",
-        },
-    )
+    freeze_params_name_list: list[str] | None = flag(None, "Regular expressions of parameters to freeze.", nargs="*")
     freeze_indexer: bool = flag(False, "Freeze the indexer of sparse attention. It has no gradient: always on.")
     qwen_gdn_backend: Literal["fla", "flashqla"] = flag(
         "fla", "Kernels of gated delta-net layers on a GPU; without the package of fla they run in plain torch."
     )
-    megatron_deepgemm_forward_layers: list[int] | None = field(
-        default=None,
-        metadata={
-            "help": "Layers, from 0, whose linear layers multiply with deep_gemm as engines do: in 8 bits if "
-            "--hf-checkpoint is, else in bf16."
-        },
+    megatron_deepgemm_forward_layers: list[int] | None = flag(
+        None,
+        "Layers, from 0, whose linear layers multiply with deep_gemm as engines do: in 8 bits if "
+        "--hf-checkpoint is, else in bf16.",
     )
-    megatron_deepgemm_forward_modules: list[str] | None = field(
-        default=None, metadata={"help": "Only these of their modules, such as self_attention.linear_proj."}
+    megatron_deepgemm_forward_modules: list[str] | None = flag(
+        None, "Only these of their modules, such as self_attention.linear_proj."
     )
-    megatron_deepgemm_moe_forward_layers: list[int] | None = field(
-        default=None, metadata={"help": "Layers, from 0, whose experts multiply together, with deep_gemm."}
+    megatron_deepgemm_moe_forward_layers: list[int] | None = flag(
+        None, "Layers, from 0, whose experts multiply together, with deep_gemm."
     )
-    megatron_deepgemm_moe_forward_modules: list[str] | None = field(
-        default=None, metadata={"help": "Only these of their modules. Default: mlp.experts."}
+    megatron_deepgemm_moe_forward_modules: list[str] | None = flag(
+        None, "Only these of their modules. Default: mlp.experts."
     )

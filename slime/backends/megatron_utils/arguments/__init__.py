@@ -7,7 +7,7 @@ are consumed and using it is an error instead of a typo. Imports neither torch n
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from slime.backends.megatron_utils.arguments.other import other_flags as other_flags
@@ -62,12 +62,8 @@ class ModelArgs:
     padded_vocab_size: int | None = flag(None, "Rows of the embedding, instead of that multiple.")
     attention_output_gate: bool = flag(False, "A sigmoid gate on the output of attention (Qwen3-Next).")
     use_gated_attention: bool = flag(False, "Gated attention as Qwen3-Next defines it.")
-    spec: list[str] | None = field(
-        default=None,
-        metadata={
-            "help": "Module and function (args, config, vp_stage) of custom layers. Model families need none.",
-            "nargs": "*",
-        },
+    spec: list[str] | None = flag(
+        None, "Module and function (args, config, vp_stage) of custom layers. Model families need none.", nargs="*"
     )
     attention_dropout: float = flag(0.0, "Dropout on attention weights.")
     hidden_dropout: float = flag(0.0, "Dropout on the residual branches.")
@@ -166,12 +162,8 @@ class ExpertArgs:
     )
     moe_router_load_balancing_type: (
         list[Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"]] | None
-    ) = field(
-        default=None, metadata={"help": "Kind of load balancing; without effect while --moe-aux-loss-coeff is 0."}
-    )
-    moe_aux_loss_coeff: list[float] | None = field(
-        default=None, metadata={"help": "Weight of the load-balancing loss. Default: 0."}
-    )
+    ) = flag(None, "Kind of load balancing; without effect while --moe-aux-loss-coeff is 0.")
+    moe_aux_loss_coeff: list[float] | None = flag(None, "Weight of the load-balancing loss. Default: 0.")
     moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"] = flag(
         "alltoall", "How tokens reach the experts. flex needs --transformer-impl transformer_engine and DeepEP."
     )

@@ -6,36 +6,32 @@ import argparse
 import os
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from slime.config import notices
-from slime.config.groups import add_group, flag_of, from_args
+from slime.config.groups import add_group, flag, flag_of, from_args
 from slime.utils.errors import ConfigError
 
 ENTRY = "slime.backends.megatron_utils.server.megatron_server"
 """The module that starts the server."""
 
 
-def _flag(default: Any, help_text: str, **metadata: Any) -> Any:
-    return field(default=default, metadata={"help": help_text, **metadata})
-
-
 @dataclass(frozen=True)
 class TeacherServerArgs:
     """Log-prob (teacher) server, a separate entry point."""
 
-    teacher_host: str = _flag("127.0.0.1", "Address that the server listens on. Anyone who can reach it can use it.")
-    teacher_port: int = _flag(7999, "Port of the server.")
-    teacher_warmup_port: int = _flag(7999, "Port of the server while it warms up, on loopback.")
-    teacher_warmup_timeout_s: int = _flag(3000, "Seconds the warm-up request may take.")
-    teacher_sample_reduction_chunk_size: int = _flag(4096, "Rows of logits sampled from at a time.")
-    teacher_label_reduction_chunk_size: int = _flag(
+    teacher_host: str = flag("127.0.0.1", "Address that the server listens on. Anyone who can reach it can use it.")
+    teacher_port: int = flag(7999, "Port of the server.")
+    teacher_warmup_port: int = flag(7999, "Port of the server while it warms up, on loopback.")
+    teacher_warmup_timeout_s: int = flag(3000, "Seconds the warm-up request may take.")
+    teacher_sample_reduction_chunk_size: int = flag(4096, "Rows of logits sampled from at a time.")
+    teacher_label_reduction_chunk_size: int = flag(
         4096, "Rows of logits whose labels' log-probs are gathered at a time."
     )
-    megatron_server_max_length: int = _flag(0, "Refuse requests with more tokens; 0 means no limit.")
-    megatron_server_update_timeout_s: float = _flag(3600, "Seconds a weight update from files may take.")
-    megatron_server_warmup: bool | None = _flag(True, "Send a request to itself before serving.")
+    megatron_server_max_length: int = flag(0, "Refuse requests with more tokens; 0 means no limit.")
+    megatron_server_update_timeout_s: float = flag(3600, "Seconds a weight update from files may take.")
+    megatron_server_warmup: bool | None = flag(True, "Send a request to itself before serving.")
 
 
 # Flags whose defaults the environment may replace: TEACHER_PORT is that of --teacher-port.
