@@ -1,7 +1,7 @@
 """A model family, its table of tensor names, and the registry of all families.
 
-To add a family, add a file to ``slime/models/families`` that defines a :class:`Family`. The plan, the checks, the
-trainer and the table in docs/model_families.md read it. A table is a sum of tables below: how Hugging Face tensors
+To add a family, define a :class:`Family` in a file of ``slime/models/families``. The plan, the checks, the trainer and
+the table in docs/model_families.md read it. A table is a sum of tables below: how Hugging Face tensors
 correspond to Megatron's, in both directions. ``megatron_utils.checkpoint.hf_weights`` applies it on any ranks.
 """
 

@@ -1,1 +1,1 @@
-"""One file per model family. Every ``Family`` in a module of this package is registered."""
+"""The model families. Every ``Family`` in a module of this package is registered."""
