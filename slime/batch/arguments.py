@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slime.config.groups import flag
+from slime.utils.misc import flag
 
 CUDA_ROW_MULTIPLE = 128
 """Default of --data-pad-size-multiplier on CUDA."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from slime.config.groups import flag
+from slime.utils.misc import flag
 
 
 @dataclass(frozen=True)

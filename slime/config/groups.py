@@ -1,6 +1,6 @@
 """Argument groups: a flag is a field of a plain frozen dataclass that lives in the room that reads it.
 
-A room declares ``@dataclass(frozen=True) class EvalArgs`` with one field per flag and imports nothing for it. This
+A room declares ``@dataclass(frozen=True) class EvalArgs`` with one ``flag`` (``slime.utils.misc``) per field. This
 module turns such classes into argparse options, and the flat namespace back into an instance of the class, so that
 code takes the narrow group and only users' hooks get the whole namespace.
 
@@ -35,11 +35,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal, TypeVar
 
 Group = TypeVar("Group")
-
-
-def flag(default: Any, help_text: str, **metadata: Any) -> Any:
-    """A field that is a flag, with ``help_text`` for ``--help`` and the docs."""
-    return dataclasses.field(default=default, metadata={"help": help_text, **metadata})
 
 
 def add_group(parser: argparse.ArgumentParser, group: type) -> None:

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import subprocess
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar, TypeVar
 
-__all__ = ["SingletonMeta", "chunk_named_params_by_size", "exec_command", "group_by", "should_run_periodic_action"]
+__all__ = [
+    "SingletonMeta",
+    "chunk_named_params_by_size",
+    "exec_command",
+    "flag",
+    "group_by",
+    "should_run_periodic_action",
+]
 
 # Imported on first use: some of these modules import heavy libraries such as Ray.
 _MOVED = {
@@ -25,6 +33,11 @@ def __getattr__(name: str) -> Any:
     if name not in _MOVED:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_MOVED[name]), name)
+
+
+def flag(default: Any, help_text: str, **metadata: Any) -> Any:
+    """A dataclass field that is a flag (``slime.config.groups``), with ``help_text`` for ``--help`` and the docs."""
+    return dataclasses.field(default=default, metadata={"help": help_text, **metadata})
 
 
 class SingletonMeta(type):

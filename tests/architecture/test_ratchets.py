@@ -16,9 +16,9 @@ from tests.architecture.sources import ROOT, Module, modules
 # Name of a measure -> today's number. Measures in LEAST must not fall below it, all others must not exceed it.
 LIMITS: dict[str, float] = {
     "files": 412,
-    "lines": 77200,
+    "lines": 77070,
     "small files, %": 23.1,
-    "functions that take args, %": 6.46,
+    "functions that take args, %": 6.44,
     "writes to args": 3,
     "getattr and hasattr per 1000 lines": 1.98,
     "broad except per 1000 lines": 0.38,

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from slime.config.groups import flag, flag_of
+from slime.config.groups import flag_of
 from slime.models.config_json import read_model_config, text_part
+from slime.utils.misc import flag
 
 
 @dataclass(frozen=True)

@@ -23,10 +23,10 @@ from slime.backends.sglang_utils.option_table import (
     router_options,
     server_options,
 )
-from slime.config.groups import flag
 from slime.config.help_text import HINT, UNKNOWN
 from slime.config.notices import Notice
 from slime.config.parse import EngineNamespace
+from slime.utils.misc import flag
 
 _SERVER = "--sglang-"
 _ROUTER = "--router-"

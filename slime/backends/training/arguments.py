@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from slime.config.groups import flag
+from slime.utils.misc import flag
 
 _NO_FUSION = "fused kernels are not used"
 _FUSED_LOSS = (

@@ -21,7 +21,7 @@ from slime.backends.training.arguments import (
     PrecisionArgs,
     TrainerArgs,
 )
-from slime.config.groups import flag
+from slime.utils.misc import flag
 
 _NO_FUSION = "fused kernels are not used"
 _GROUPED = "the experts of a rank are always grouped matrix products"

@@ -10,8 +10,9 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from slime.config import notices
-from slime.config.groups import add_group, flag, flag_of, from_args
+from slime.config.groups import add_group, flag_of, from_args
 from slime.utils.errors import ConfigError
+from slime.utils.misc import flag
 
 ENTRY = "slime.backends.megatron_utils.server.megatron_server"
 """The module that starts the server."""
