@@ -7,6 +7,7 @@ check by check.
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import json
 import os
@@ -19,7 +20,7 @@ from importlib import import_module
 from itertools import groupby
 from pathlib import Path, PurePath
 
-from slime.config.help_text import HINT, terminal_width
+from slime.config.help_text import HINT, HelpFormatter, terminal_width
 
 DEVICE_MEMORY_GIB = 80.0
 _MOST_GIB = 1e6
@@ -40,25 +41,14 @@ class Command:
     Attributes:
         name: the words after ``slime``.
         run: ``module:function``, imported when the command is used. It takes the other words and returns the status.
-        takes: the words after the name, for the usage line.
-        options: (spelling, text) for ``--help``. None: ``run`` prints its help itself.
     """
 
     group: str
     name: str
     run: str
     summary: str
-    takes: str = ""
-    options: tuple[tuple[str, str], ...] | None = None
 
 
-_JSON = ("--json", "print one JSON object instead of tables")
-_PLAN_OPTIONS = (
-    ("--device-memory-gb N", "memory of one GPU in GiB. Default: that of this machine's GPU"),
-    ("--host-memory-gb N", "memory of one node in GiB"),
-    _JSON,
-)
-_DOCTOR_OPTIONS = (("--deep", "also import the engines and compute on the device"), _JSON)
 _HERE = "slime.cli"
 
 COMMANDS = (
@@ -68,22 +58,8 @@ COMMANDS = (
     Command(
         "Before a run", "tasks", "slime.environments.command:tasks", "write tasks of an environment as prompt data"
     ),
-    Command(
-        "Before a run",
-        "plan",
-        f"{_HERE}:plan",
-        "print batches, processes, memory and files of a train command",
-        "[option ...] <train command>",
-        _PLAN_OPTIONS,
-    ),
-    Command(
-        "Before a run",
-        "doctor",
-        f"{_HERE}:_doctor",
-        "check this machine, and whether it can run a train command",
-        "[option ...] [<train command>]",
-        _DOCTOR_OPTIONS,
-    ),
+    Command("Before a run", "plan", f"{_HERE}:plan", "print batches, processes, memory and files of a train command"),
+    Command("Before a run", "doctor", f"{_HERE}:_doctor", "check this machine, and whether it can run a train command"),
     Command("Before a run", "doctor env", "slime.doctor.environment_command:env", "test an environment and its grader"),
     Command("Before a run", "doctor --gpu", "slime.doctor.gpu_check:gpu_check", "measure this GPU before a long job"),
     Command(
@@ -116,8 +92,6 @@ COMMANDS = (
         "doctor ledger",
         f"{_HERE}:_doctor_ledger",
         "find prompts that were lost or trained on twice",
-        "<folder of a run or of its checkpoints>",
-        (),
     ),
     Command("During and after a run", "clean", "slime.utils.scratch:clean", "delete temporary folders of ended runs"),
 )
@@ -144,9 +118,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     try:
         command, rest = _find(words)
-        if command.options is not None and rest[:1] in (["-h"], ["--help"]):
-            print(help_of(command))
-            return 0
         module, _, function = command.run.partition(":")
         # Imported here: each command must start without the modules of the others.
         return int(getattr(import_module(module), function)(rest) or 0)
@@ -184,16 +155,6 @@ def help_text() -> str:
     return "\n".join([*lines, "", "Options:", *_rows(more)])
 
 
-def help_of(command: Command) -> str:
-    """The text of ``slime <command> --help``."""
-    lines = [f"Usage: slime {command.name} {command.takes}", "", *_wrapped(_sentence(command.summary))]
-    if "<train command>" in command.takes:
-        text = "A train command is python train.py --flag ..., slime train --flag ..., or the flags alone."
-        lines += ["", *_wrapped(text)]
-    options = (*(command.options or ()), ("-h, --help", "print this text"))
-    return "\n".join([*lines, "", "Options:", *_rows(options)])
-
-
 def _rows(rows: Iterable[tuple[str, str]]) -> Iterator[str]:
     """Two columns at the width of the terminal."""
     known = list(rows)
@@ -204,12 +165,27 @@ def _rows(rows: Iterable[tuple[str, str]]) -> Iterator[str]:
         yield from (" " * (column + 2) + line for line in more)
 
 
-def _wrapped(text: str) -> list[str]:
-    return textwrap.wrap(text, terminal_width())
+def _parser(name: str, takes: str) -> argparse.ArgumentParser:
+    """The parser of a command's own options. With a train command they may be anywhere in it."""
+    summary = next(command.summary for command in COMMANDS if command.name == name)
+    about = "A train command is python train.py --flag ..., slime train --flag ..., or the flags alone."
+    return argparse.ArgumentParser(
+        prog=f"slime {name}",
+        usage=f"%(prog)s {takes}",
+        description=f"{summary[0].upper()}{summary[1:]}." + (f" {about}" if "<train command>" in takes else ""),
+        allow_abbrev=False,
+        formatter_class=HelpFormatter,
+    )
 
 
-def _sentence(text: str) -> str:
-    return f"{text[0].upper()}{text[1:]}."
+def _gib(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0  # reported below, like NaN and values out of range
+    if not 0 < number < _MOST_GIB:
+        raise argparse.ArgumentTypeError(f"{text}: give the memory in GiB, such as {DEVICE_MEMORY_GIB:g}.")
+    return number
 
 
 def _unique_in_dump(template: str | None) -> float | None:
@@ -241,20 +217,28 @@ def plan(words: Sequence[str]) -> int:
     from slime.config.plan.build import build
     from slime.config.plan.devices import colocation_problems
 
-    words, as_json = _take_switch(words, "--json")
-    words, _ = _take_switch(words, "--plan")
-    words, memory_gib = _take_number(words, "--device-memory-gb", DEVICE_MEMORY_GIB)
-    words, host_gib = _take_number(words, "--host-memory-gb", 2000)
+    parser = _parser("plan", "[option ...] <train command>")
+    parser.add_argument(
+        "--device-memory-gb",
+        type=_gib,
+        metavar="N",
+        help="memory of one GPU in GiB. Default: that of this machine's GPU",
+    )
+    parser.add_argument("--host-memory-gb", type=_gib, metavar="N", help="memory of one node in GiB")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    parser.add_argument("--plan", action="store_true", help=argparse.SUPPRESS)  # of train.py
+    options, words = parser.parse_known_args(words)
+    memory_gib = options.device_memory_gb
     if not words:
         raise UsageError("slime plan needs a train command, or its flags; slime plan --help describes them.")
     command = read_command(words)
     resolved = _resolve(command)
     args = resolved.args
     if args is None:
-        return _refuse(resolved.problems, as_json)
+        return _refuse(resolved.problems, options.json)
     title = PurePath(str(args.hf_checkpoint)).name if args.hf_checkpoint else "no checkpoint"
     driver = "train_async.py" if command.is_async else "train.py"
-    is_cpu, device_bytes, host_bytes = _judged_for(args, memory_gib, host_gib)
+    is_cpu, device_bytes, host_bytes = _judged_for(args, memory_gib, options.host_memory_gb)
     result = build(
         args,
         title=f"{driver} · {title}",
@@ -267,7 +251,7 @@ def plan(words: Sequence[str]) -> int:
         missing=resolved.missing,
         unique_in_dump=_unique_in_dump(args.load_debug_rollout_data),
     )
-    if as_json:
+    if options.json:
         print(json.dumps(result.as_dict(), indent=2, ensure_ascii=False, default=str))
     else:
         from slime.config.plan.render import render
@@ -301,11 +285,13 @@ def _doctor(words: Sequence[str]) -> int:
     from slime.doctor import Situation
     from slime.doctor.run import CHECKS, examine, exit_status, render, render_json
 
-    words, is_deep = _take_switch(words, "--deep")
-    words, as_json = _take_switch(words, "--json")
+    parser = _parser("doctor", "[option ...] [<train command>]")
+    parser.add_argument("--deep", action="store_true", help="also import the engines and compute on the device")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    options, words = parser.parse_known_args(words)
     resolved = _resolve(read_command(words)) if words else _Resolved(None, [], [], [])
-    findings = examine(Situation(resolved.args, (*resolved.problems, *resolved.missing), is_deep), CHECKS)
-    (render_json if as_json else render)(findings)
+    findings = examine(Situation(resolved.args, (*resolved.problems, *resolved.missing), options.deep), CHECKS)
+    (render_json if options.json else render)(findings)
     return exit_status(findings)
 
 
@@ -314,10 +300,10 @@ def _doctor_ledger(words: Sequence[str]) -> int:
     from slime.doctor.ledger import examine_ledger
     from slime.utils.errors import DataError
 
-    if len(words) != 1 or words[0].startswith("-"):
-        raise UsageError("slime doctor ledger takes one path: the folder of a run, of its checkpoints, or the ledger.")
+    parser = _parser("doctor ledger", "PATH")
+    parser.add_argument("path", type=Path, help="folder of a run or of its checkpoints, or the ledger")
     try:
-        return examine_ledger(Path(words[0]))
+        return examine_ledger(parser.parse_args(words).path)
     except DataError as error:
         raise UsageError(str(error)) from None
 
@@ -380,30 +366,3 @@ def _refuse(problems: Sequence[str], as_json: bool) -> int:
         for problem in problems:
             print(f"error: {problem}", file=sys.stderr)
     return 2
-
-
-def _take_switch(words: Sequence[str], switch: str) -> tuple[list[str], bool]:
-    return [word for word in words if word != switch], switch in words
-
-
-def _take_number(words: Sequence[str], flag: str, example: float) -> tuple[list[str], float | None]:
-    """The other words and the number, None if it is not given."""
-    rest: list[str] = []
-    value: str | None = None
-    pending = iter(words)
-    for word in pending:
-        if word == flag:
-            value = next(pending, "")
-        elif word.startswith(flag + "="):
-            value = word.partition("=")[2]
-        else:
-            rest.append(word)
-    if value is None:
-        return rest, None
-    try:
-        number = float(value)
-    except ValueError:
-        number = 0.0  # reported below, like NaN and values out of range
-    if not 0 < number < _MOST_GIB:
-        raise UsageError(f"{flag} {value}: give the memory of one device in GiB, such as {example:g}.")
-    return rest, number

@@ -21,7 +21,11 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    assert main(words) == 0
+    try:
+        status = main(words)
+    except SystemExit as end:  # argparse
+        status = end.code
+    assert status == 0
     return capsys.readouterr().out
 
 
@@ -45,15 +49,10 @@ def test_the_help_has_the_width_of_the_terminal(
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
 def test_each_command_describes_itself(command, capsys: pytest.CaptureFixture[str]) -> None:
-    try:
-        status = main([*command.name.split(), "--help"])
-    except SystemExit as end:  # argparse
-        status = end.code
-    out = capsys.readouterr().out
+    out = printed(capsys, *command.name.split(), "--help")
     program = command.name.replace("train-async", "train_async.py").replace(
         "train", "train.py", command.name == "train"
     )
-    assert status == 0
     assert out.lower().startswith(("usage: slime " + program, "usage: " + program))
 
 

@@ -88,7 +88,9 @@ def test_the_memory_of_the_device_can_be_said(tiny_task: TinyTask, capsys: pytes
 
 @pytest.mark.parametrize("value", ["lots", "0", "-1", "nan", "inf"])
 def test_a_device_memory_that_is_none_is_refused(value: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", f"--device-memory-gb={value}", "--lr", "1"]) == 2
+    with pytest.raises(SystemExit) as end:
+        main(["plan", f"--device-memory-gb={value}", "--lr", "1"])
+    assert end.value.code == 2
     assert "--device-memory-gb" in capsys.readouterr().err
 
 
