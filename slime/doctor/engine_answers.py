@@ -19,7 +19,7 @@ from slime.data.engine_meta import decode_int32_meta_array
 from slime.data.media import encode_image_for_rollout_engine
 from slime.data.sampling_mask import REPLAY_TOP_K, SAMPLING_MASK, sampled_tokens
 from slime.doctor import Finding, fail, ok, skip, warn
-from slime.doctor.engine_golden import Golden, Picture
+from slime.doctor.engine_golden import Golden, Picture, chosen
 
 _NEW = 16  # tokens of a response
 _NUM_DRAWS = 1000  # enough to see that one token of ten is missing
@@ -147,18 +147,13 @@ def greedy_tokens(trial: Trial) -> Iterator[Finding]:
     short, total = 0.0, 0
     for answer in trial.ask(trial.golden.prompts):
         rows = trial.golden.logits(answer.tokens)[len(answer.prompt) - 1 : -1].log_softmax(-1)
-        gaps = rows.max(-1).values - chosen_of(rows, answer.ids)
+        gaps = rows.max(-1).values - chosen(rows, answer.ids)
         short, total = max(short, float(gaps.max())), total + len(gaps)
     value = f"{total} tokens are within {short:.2g} of the most likely one"
     limit = 2 * trial.golden.precision.most
     is_right = short <= limit
     fix = f"at most {limit:g} is rounding: temperature 0 does not decode greedily"
     yield ok("greedy tokens", value) if is_right else fail("greedy tokens", value, fix)
-
-
-def chosen_of(rows: torch.Tensor, ids: Sequence[int]) -> torch.Tensor:
-    """The entry of one id per row."""
-    return rows.gather(1, torch.tensor(ids)[:, None])[:, 0]
 
 
 def penalties(trial: Trial) -> Iterator[Finding]:
@@ -169,11 +164,11 @@ def penalties(trial: Trial) -> Iterator[Finding]:
     (answer,) = trial.ask([prompt], temperature=1.0, frequency_penalty=0.5, logit_bias=bias)
     rows = trial.golden.logits(answer.tokens)[len(prompt) - 1 : -1].clone()
     rows[:, pair] += 50.0
-    before = answer.log_probs - chosen_of(rows.log_softmax(-1), answer.ids)
+    before = answer.log_probs - chosen(rows, answer.ids)
     for place, row in enumerate(rows):
         for token, number in Counter(answer.ids[:place]).items():
             row[token] -= 0.5 * number
-    after = answer.log_probs - chosen_of(rows.log_softmax(-1), answer.ids)
+    after = answer.log_probs - chosen(rows, answer.ids)
     # SGLang's scheduler prepares a step before the token of the last one is known. Seen in 0.5.23: that token is not
     # counted yet, and in an engine with LoRA the first one counts twice.
     if trial.agrees(after) or trial.agrees(before):

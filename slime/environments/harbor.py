@@ -24,20 +24,17 @@ from typing import Any
 from uuid import uuid4
 
 from slime.agent.sandbox import Sandbox, exec_and_wait
-from slime.environments import Message, Model, Task, converse
+from slime.environments import Model, Task, as_tool, converse
 from slime.hooks.load import load_function
 from slime.utils.errors import ConfigError, DeadlineExceeded
 
 _MOST_OUTPUT = 10_000
 _building: defaultdict[Path, threading.Lock] = defaultdict(threading.Lock)
-_RUN: Message = {
-    "type": "function",
-    "function": {
-        "name": "run",
-        "description": "Run a command in bash, and return its exit code and output.",
-        "parameters": {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]},
-    },
-}
+_RUN = as_tool(
+    "run",
+    "Run a command in bash, and return its exit code and output.",
+    {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]},
+)
 
 
 class Harbor:

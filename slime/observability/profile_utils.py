@@ -15,7 +15,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 
@@ -44,7 +44,7 @@ class TrainProfiler:
         self._directory = self._trace_directory(args)
         self._num_rollouts = 0
         self._overall: Any = None
-        self._memory: _MemoryRecorder | None = None
+        self._memory: _AllocatorHistory | _Memray | None = None
 
     def _trace_directory(self, args: Namespace) -> Path:
         named = self._settings.tensorboard_dir
@@ -119,24 +119,11 @@ def _torch_profiler(settings: ProfileArgs | None, directory: Path, worker: str) 
     )
 
 
-class _MemoryRecorder(Protocol):
-    def start(self) -> None: ...
-
-    def stop(self) -> None:
-        """End the recording. Its file is complete when this returns."""
-
-
-def _memory_recorder(settings: ProfileArgs, rank: int) -> _MemoryRecorder:
+def _memory_recorder(settings: ProfileArgs, rank: int) -> _AllocatorHistory | _Memray:
     stem = f"memory_snapshot_time{int(time.time())}_rank{rank}_{settings.memory_snapshot_path}"
     path = Path(settings.memory_snapshot_dir) / stem
     path.parent.mkdir(parents=True, exist_ok=True)
-    match settings.memory_recorder:
-        case "torch":
-            return _AllocatorHistory(path)
-        case "memray":
-            return _Memray(path)
-        case other:
-            raise AssertionError(f"unknown recorder {other}")
+    return _Memray(path) if settings.memory_recorder == "memray" else _AllocatorHistory(path)
 
 
 class _AllocatorHistory:

@@ -18,6 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from slime.data.ledger import LineFile
 from slime.observability.metric_table import describe
 from slime.observability.run_info import hide_secrets, plain_settings
 from slime.observability.terminal import SHOWN_LINES
@@ -29,34 +30,19 @@ class JsonlSink:
     """Appends ``{"time": seconds, "step_key": "train/step", "train/step": 3, "train/loss": 0.1, ...}`` per record.
 
     For scripts and notebooks: needs no library. NaN and infinities, which JSON lacks, become null. A resumed run of the
-    same name appends to the same file.
+    same name appends to the same file. Readable during the run, complete if the run is killed.
     """
 
     def __init__(self, path: Path) -> None:
-        ends_torn = _ends_torn(path)
-        # text in a user's metric may hold half of a character
-        self._file = path.open("a", encoding="utf-8", errors="backslashreplace")
-        # A record after the torn line would be lost with it.
-        if ends_torn:
-            self._file.write("\n")
+        self._file = LineFile(path)
 
     def log(self, metrics: Mapping[str, Any], step_key: str, step: int) -> None:
         record = {"time": round(time.time(), 3), "step_key": step_key, step_key: step}
         record |= {name: _json(value) for name, value in metrics.items()}
-        self._file.write(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
-        self._file.flush()  # readable during the run, complete if the run is killed
+        self._file.append(record)
 
     def close(self) -> None:
         self._file.close()
-
-
-def _ends_torn(path: Path) -> bool:
-    """Whether the last line is incomplete because its process was killed."""
-    if not path.is_file() or path.stat().st_size == 0:
-        return False
-    with path.open("rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read() != b"\n"
 
 
 def _json(value: Any) -> Any:

@@ -32,16 +32,10 @@ from slime.utils.errors import ConfigError, DataError, SlimeError
 from slime.utils.net import single_rank_environment
 
 
-@dataclass(frozen=True)
-class _Turn:
-    """Response tokens ``[start, end)`` that one request wrote, counted from the start of the sample."""
-
-    start: int
-    end: int
-
-
 class Recording:
     """The turns of one sample, which answer the requests of a replay in place of an engine.
+
+    A turn is the range of the response tokens that one request wrote, counted from the start of the sample.
 
     A request whose ids are the beginning of the recorded sample gets the tokens that follow there, up to the next
     tokens that the model did not write. Requests of text are answered in the order of the recording. Any other request
@@ -75,12 +69,12 @@ class Recording:
         self.num_answered += 1
         return self._reply(turn, len(ids) if ids is not None else turn.start)
 
-    def _next_in_order(self) -> _Turn:
+    def _next_in_order(self) -> range:
         if self.num_answered >= len(self._turns):
             raise self._refused(f"has no reply: the recording has {len(self._turns)} turns")
         return self._turns[self.num_answered]
 
-    def _after(self, ids: Sequence[int]) -> _Turn:
+    def _after(self, ids: Sequence[int]) -> range:
         recorded = self._sample.tokens
         # a request may be longer than the recording: the missing tokens are None
         pairs = enumerate(itertools.zip_longest(ids, recorded[: len(ids)]))
@@ -92,19 +86,19 @@ class Recording:
                 "The prompt, the template, a tool or the code has changed."
             )
         # a request may begin within a turn: a weight update aborts requests, and the rollout sends the rest again
-        turn = next((turn for turn in self._turns if turn.start <= len(ids) < turn.end), None)
+        turn = next((turn for turn in self._turns if len(ids) in turn), None)
         if turn is None:
             raise self._refused(f"has no reply: after token {len(ids)} the model wrote nothing")
-        return _Turn(len(ids), turn.end)
+        return range(len(ids), turn.stop)
 
-    def _reply(self, turn: _Turn, num_prompt: int) -> dict[str, Any]:
+    def _reply(self, turn: range, num_prompt: int) -> dict[str, Any]:
         sample = self._sample
-        ids = sample.tokens[turn.start : turn.end]
+        ids = sample.tokens[turn.start : turn.stop]
         begin = len(sample.tokens) - sample.response_length
         # a reply needs a number per token, also if the run recorded none
-        log_probs = (sample.rollout_log_probs or [0.0] * sample.response_length)[turn.start - begin : turn.end - begin]
+        log_probs = (sample.rollout_log_probs or [0.0] * sample.response_length)[turn.start - begin : turn.stop - begin]
         # only the last turn can have reached the limit of tokens
-        was_cut = turn.end == len(sample.tokens) and sample.status is Sample.Status.TRUNCATED
+        was_cut = turn.stop == len(sample.tokens) and sample.status is Sample.Status.TRUNCATED
         versions = sample.weight_versions
         meta: dict[str, Any] = {
             "id": f"replay-{self.num_answered}",
@@ -116,7 +110,7 @@ class Recording:
         }
         if sample.rollout_top_p_token_offsets is not None:
             sets, offsets = list(sample.rollout_top_p_token_ids), list(sample.rollout_top_p_token_offsets)
-            borders = itertools.pairwise(offsets[turn.start - begin : turn.end - begin + 1])
+            borders = itertools.pairwise(offsets[turn.start - begin : turn.stop - begin + 1])
             meta[SAMPLING_MASK] = [[int(token) for token in sets[a:b]] for a, b in borders]
         if versions:
             # there may be fewer versions than turns: later turns get the last one
@@ -124,14 +118,14 @@ class Recording:
         return {"text": self._tokenizer.decode(ids, skip_special_tokens=False), "output_ids": ids, "meta_info": meta}
 
 
-def _turns(sample: Sample) -> Iterator[_Turn]:
+def _turns(sample: Sample) -> Iterator[range]:
     """Yield the stretches of trained tokens. The tokens between them come from tools or environments."""
     place = len(sample.tokens) - sample.response_length
     mask = sample.loss_mask if sample.loss_mask is not None else [1] * sample.response_length
     for is_own, stretch in itertools.groupby(mask):
         length = len(list(stretch))
         if is_own:
-            yield _Turn(place, place + length)
+            yield range(place, place + length)
         place += length
 
 
@@ -335,7 +329,6 @@ def generate(args: Namespace, recorded: Recorded) -> Replayed:
     """
     from slime.config.groups import with_values
     from slime.data.chat import load_tokenizer
-    from slime.replay.run import Recording
     from slime.rollout import sglang_rollout
     from slime.rollout.failures import is_given_up, without_response
     from slime.testing.fakes import serving

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 from slime.data.sample import Sample
@@ -13,42 +12,23 @@ from slime.utils.async_utils import call_user
 __all__ = ["apply_rollout_sample_hooks", "current_rollout_id", "set_current_rollout_id", "set_evaluated_rollout_id"]
 
 
-class _Current:
-    """The rollout id of this process. A rollout and an evaluation may run at the same time."""
-
-    def __init__(self) -> None:
-        # The thread of the manager writes, the thread of the event loop reads.
-        self._lock = threading.Lock()
-        self._rollout_ids: dict[bool, int] = {}
-
-    def set(self, rollout_id: int | None, evaluation: bool) -> None:
-        with self._lock:
-            if rollout_id is None:
-                self._rollout_ids.pop(evaluation, None)
-            else:
-                self._rollout_ids[evaluation] = rollout_id
-
-    def get(self, evaluation: bool) -> int | None:
-        with self._lock:
-            # An evaluation without an id belongs to the current rollout.
-            return self._rollout_ids.get(evaluation, self._rollout_ids.get(False))
-
-
-_current = _Current()
+_rollout_ids: dict[bool, int | None] = {False: None, True: None}
+"""Whether it evaluates -> the id in this process. A rollout and an evaluation may run at the same time."""
 
 
 def set_current_rollout_id(rollout_id: int | None) -> None:
     """Called by the rollout manager before it generates."""
-    _current.set(rollout_id, evaluation=False)
+    _rollout_ids[False] = rollout_id
 
 
 def set_evaluated_rollout_id(rollout_id: int | None) -> None:
     """Called by the rollout manager before it evaluates, possibly during a rollout."""
-    _current.set(rollout_id, evaluation=True)
+    _rollout_ids[True] = rollout_id
 
 
 def current_rollout_id(evaluation: bool = False) -> int | None:
-    return _current.get(evaluation)
+    own = _rollout_ids[evaluation]
+    return _rollout_ids[False] if own is None else own  # such an evaluation belongs to the current rollout
 
 
 async def apply_rollout_sample_hooks(args: Any, value: Any, **kwargs: Any) -> Any:

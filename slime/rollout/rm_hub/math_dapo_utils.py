@@ -11,6 +11,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from slime.rollout.rm_hub.math_utils import up_to_closing_brace
+
 __all__ = [
     "compute_score",
     "is_correct_minerva",
@@ -122,18 +124,7 @@ def is_correct_strict_box(
 
 def last_boxed_only_string(string: str) -> str | None:
     r"""The last ``\boxed{...}`` with its braces, or None if none closes."""
-    start = string.rfind("\\boxed{")
-    if start < 0:
-        return None
-    depth = 0
-    for position in range(start, len(string)):
-        if string[position] == "{":
-            depth += 1
-        elif string[position] == "}":
-            depth -= 1
-            if depth == 0:
-                return string[start : position + 1]
-    return None
+    return up_to_closing_brace(string, string.rfind("\\boxed{"))
 
 
 def remove_boxed(s: str) -> str:

@@ -65,6 +65,11 @@ def last_boxed_only_string(string: str) -> str | None:
     start = string.rfind("\\boxed")
     if start < 0:
         start = string.rfind("\\fbox")
+    return up_to_closing_brace(string, start)
+
+
+def up_to_closing_brace(string: str, start: int) -> str | None:
+    """The text from ``start`` to the brace that closes its first one. None if none does, or for a ``start`` of -1."""
     if start < 0:
         return None
     depth = 0

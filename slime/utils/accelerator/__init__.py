@@ -13,6 +13,7 @@ import functools
 import importlib.util
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,8 +23,8 @@ from slime.utils.accelerator.devices import (
     CUDAAccelerator,
     Index,
     MUSAAccelerator,
-    Registry,
 )
+from slime.utils.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +34,17 @@ _DRIVERS = (Path("/proc/driver/nvidia/version"), Path("/dev/nvidiactl"), Path("/
 
 _CUDA_LIBRARIES = ("libtorch_cuda.so", "libtorch_hip.so")
 
-_registry = Registry()
+
+@dataclass(frozen=True)
+class _Kind:
+    factory: Callable[[], Accelerator]
+    is_available: Callable[[], bool]
+    priority: int
+    communication_backends: tuple[str, ...]
+
+
+_kinds: dict[str, _Kind] = {}
+_chosen: Accelerator | None = None
 
 
 # --------------------------------------------------------------------------------------------------- which one
@@ -41,8 +52,26 @@ _registry = Registry()
 
 @functools.cache
 def current() -> Accelerator:
-    """The accelerator of this machine. ``SLIME_ACCELERATOR`` (cpu, cuda, a registered name) overrides the detection."""
-    return _registry.choose(os.environ.get("SLIME_ACCELERATOR"))
+    """The accelerator of this machine. ``SLIME_ACCELERATOR`` (cpu, cuda, a registered name) overrides the detection.
+
+    Raises:
+        ConfigError: ``SLIME_ACCELERATOR`` is not registered.
+    """
+    if _chosen is not None:
+        return _chosen
+    name = os.environ.get("SLIME_ACCELERATOR")
+    if not name:
+        by_priority = sorted(_kinds, key=lambda kind: -_kinds[kind].priority)
+        # in order of priority: a probe may import a heavy library, and cpu, the last one, is always available
+        name = next(kind for kind in by_priority if _kinds[kind].is_available())
+    if name not in _kinds:
+        raise ConfigError(f"SLIME_ACCELERATOR={name!r} is not supported. It must be one of {', '.join(_kinds)}.")
+    kind = _kinds[name]
+    found = kind.factory()
+    if kind.communication_backends:
+        # on the instance: other kinds may use the same class
+        found.communication_backends = kind.communication_backends
+    return found
 
 
 def get_accelerator() -> Accelerator:
@@ -57,13 +86,15 @@ def initialize_accelerator() -> Accelerator:
 
 def set_accelerator(accelerator: Accelerator) -> None:
     """Use ``accelerator`` in this process from now on."""
-    _registry.chosen = accelerator
+    global _chosen
+    _chosen = accelerator
     current.cache_clear()
 
 
 def reset_accelerator() -> None:
     """Undo :func:`set_accelerator` and repeat the detection."""
-    _registry.chosen = None
+    global _chosen
+    _chosen = None
     current.cache_clear()
 
 
@@ -83,7 +114,7 @@ def register_accelerator(
         priority: the detection takes the available kind with the highest priority. cuda has 100, musa 50, cpu -100.
         communication_backends: replace those of the class.
     """
-    _registry.register(name, factory, is_available, priority, communication_backends)
+    _kinds[name] = _Kind(factory, is_available or (lambda: True), priority, tuple(communication_backends))
     # an earlier detection may have run without this kind
     current.cache_clear()
 

@@ -202,8 +202,7 @@ def test_a_line_that_a_crash_cut_does_not_swallow_the_next_record(tmp_path: Path
     sink = JsonlSink(path)
     sink.log({"train/note": "\ud800"}, "train/step", 7)
     sink.close()
-    assert len(path.read_text().splitlines()) == 2
-    assert json.loads(path.read_text().splitlines()[1])["train/step"] == 7
+    assert json.loads(path.read_text())["train/step"] == 7
     JsonlSink(path).close()
     assert path.read_text().endswith("}\n")
 

@@ -26,10 +26,9 @@ class Abacus(Accelerator):
 @pytest.fixture(autouse=True)
 def _restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv("SLIME_ACCELERATOR", raising=False)
-    kinds = dict(accelerator._registry._kinds)
+    monkeypatch.setattr(accelerator, "_kinds", dict(accelerator._kinds))
     accelerator.reset_accelerator()
     yield
-    accelerator._registry._kinds = kinds
     accelerator.reset_accelerator()
 
 
