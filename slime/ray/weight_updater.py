@@ -32,7 +32,7 @@ from slime.utils import accelerator
 from slime.weight_sync.probe import probe_ids
 from slime.weight_sync.quantize import Quantizer, find_quantizer
 from slime.weight_sync.root_hash import RootProof
-from slime.weight_sync.session import TrainerRanks, WeightUpdate
+from slime.weight_sync.session import OtherWeights, TrainerRanks, WeightUpdate
 from slime.weight_sync.transports import TRANSPORTS, TrainerSide, with_adapter
 from slime.weight_sync.updater import Updater
 
@@ -109,26 +109,16 @@ class _QuantizedUpdater:
 
 
 @dataclass(frozen=True)
-class _QuantizedWeights:
+class _QuantizedWeights(OtherWeights):
     """The trainer's weights in the format of ``hf_checkpoint``."""
 
-    trainer: WeightExporter
     quantizer: Quantizer
     hf_checkpoint: str
-
-    @property
-    def is_weight_source(self) -> bool:
-        return self.trainer.is_weight_source
 
     def export_weights(
         self, bucket_bytes: int = 512 * 1024**2, recipients: Recipients = EVERY_RANK
     ) -> Iterator[NamedTensor]:
-        return self.quantizer(self.trainer.export_weights(bucket_bytes, recipients))
-
-    def export_adapter(
-        self, bucket_bytes: int = 512 * 1024**2, recipients: Recipients = EVERY_RANK
-    ) -> Iterator[NamedTensor]:
-        return self.trainer.export_adapter(bucket_bytes, recipients)
+        return self.quantizer(super().export_weights(bucket_bytes, recipients))
 
     def save_hf(self, path: str) -> None:
         save_hf_directory(self.export_weights(), self.hf_checkpoint, path, quantization=self.quantizer.config)

@@ -16,34 +16,26 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
 
-from slime.backends.protocols import (
-    EVERY_RANK,
-    SOURCE,
-    EngineFleet,
-    NamedTensor,
-    PendingCalls,
-    Recipients,
-    WeightExporter,
-)
+from slime.backends.protocols import SOURCE, EngineFleet, NamedTensor, PendingCalls, WeightExporter
 from slime.data.served_adapter import ADAPTER_NAME
 from slime.models.lora import CONFIG_FILE, FILE_PREFIX, WEIGHTS_FILE, LoraConfig
-from slime.utils.errors import EngineError, kept, undone
+from slime.utils.errors import EngineError, undone
 from slime.utils.memory_utils import bytes_of
 from slime.weight_sync.chunks import WeightChunk, chunk_of
 from slime.weight_sync.root_hash import Checksums
 from slime.weight_sync.send_disk import DiskSettings, DiskUpdater
 from slime.weight_sync.session import (
+    OtherWeights,
     TrainerRanks,
     WeightUpdate,
     after_failure,
-    error_of,
     message_of,
     paused,
     verify_version,
@@ -115,26 +107,19 @@ class AdapterUpdater:
         """The engines that do not have this run's base: all at the first update, later those that have restarted."""
         if self._version is None:
             return list(range(len(fleet.engines)))
-        found: list[int] = []
-        errors: list[Exception] = []
-        if self._ranks.is_source:
-            with kept(errors):  # the other ranks wait in from_source()
-                versions = fleet.start("weight_version").wait(update.timeout_s)
-                # A server that has restarted reports SGLang's default. The new version is that of an attempt that
-                # failed at another engine.
-                known = (self._version, update.version)
-                found = [
-                    index
-                    for index, (engine, version) in enumerate(zip(fleet.engines, versions, strict=True))
-                    if version not in known or engine.url in self._incomplete
-                ]
-        answer = self._ranks.from_source(message_of(errors[0]) if errors else found)
-        if errors:
-            raise errors[0]
-        if isinstance(answer, str):
-            raise EngineError(answer)
-        indices: list[int] = answer
-        return indices
+        # A server that has restarted reports SGLang's default. The new version is that of an attempt that failed at
+        # another engine.
+        known = (self._version, update.version)
+
+        def find() -> list[int]:
+            versions = fleet.start("weight_version").wait(update.timeout_s)
+            return [
+                index
+                for index, (engine, version) in enumerate(zip(fleet.engines, versions, strict=True))
+                if version not in known or engine.url in self._incomplete
+            ]
+
+        return self._ranks.on_source(find)
 
     def _prepared(self, fleet: EngineFleet, trainer: WeightExporter, update: WeightUpdate) -> Callable[[], int]:
         """The function that replaces the adapter of all engines. They may generate until it is called."""
@@ -143,16 +128,13 @@ class AdapterUpdater:
             return lambda: files.update(fleet, adapter, update)
         chunk = chunk_of(trainer.export_adapter(recipients=SOURCE))  # a collective
         staging: list[PendingCalls] = []
-        self._on_source(lambda: staging.append(_stage(fleet, chunk, update.timeout_s)))
+        self._ranks.on_source(lambda: staging.append(_stage(fleet, chunk, update.timeout_s)))
 
         def send() -> int:
-            self._on_source(lambda: self._push(fleet, update, chunk, staging[0]))
+            self._ranks.on_source(lambda: self._push(fleet, update, chunk, staging[0]))
             return chunk.num_bytes
 
         return send
-
-    def _on_source(self, work: Callable[[], None]) -> None:
-        _raise_together(self._ranks, error_of(work) if self._ranks.is_source else None)
 
     def _push(self, fleet: EngineFleet, update: WeightUpdate, chunk: WeightChunk, staging: PendingCalls) -> None:
         checksums = {name: hashlib.sha256(bytes_of(tensor).data).hexdigest() for name, tensor in chunk.tensors}
@@ -211,29 +193,14 @@ class _AdapterFiles(DiskUpdater):
 
 
 @dataclass(frozen=True)
-class _Exported:
+class _Exported(OtherWeights):
     """A trainer that writes other files than those of ``--save-hf``.
 
     Attributes:
         write: writes them to a directory. A collective.
     """
 
-    trainer: WeightExporter
     write: Callable[[str], None]
-
-    @property
-    def is_weight_source(self) -> bool:
-        return self.trainer.is_weight_source
-
-    def export_weights(
-        self, bucket_bytes: int = 512 * 1024**2, recipients: Recipients = EVERY_RANK
-    ) -> Iterator[NamedTensor]:
-        return self.trainer.export_weights(bucket_bytes, recipients)
-
-    def export_adapter(
-        self, bucket_bytes: int = 512 * 1024**2, recipients: Recipients = EVERY_RANK
-    ) -> Iterator[NamedTensor]:
-        return self.trainer.export_adapter(bucket_bytes, recipients)
 
     def save_hf(self, path: str) -> None:
         self.write(path)
@@ -242,24 +209,12 @@ class _Exported:
 def write_adapter(trainer: WeightExporter, config: LoraConfig, ranks: TrainerRanks, path: str) -> None:
     """Write the adapter in peft's format, as SGLang reads it. A collective."""
     tensors = list(trainer.export_adapter(recipients=SOURCE))
-    failure: Exception | None = None
-    if ranks.is_source:
 
-        def write() -> None:
-            folder = Path(path)
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / CONFIG_FILE).write_text(json.dumps(served_config(tensors, config)), encoding="utf-8")
-            on_host = {FILE_PREFIX + name: tensor.detach().cpu().contiguous() for name, tensor in tensors}
-            save_file(on_host, folder / WEIGHTS_FILE)
+    def write() -> None:
+        folder = Path(path)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / CONFIG_FILE).write_text(json.dumps(served_config(tensors, config)), encoding="utf-8")
+        on_host = {FILE_PREFIX + name: tensor.detach().cpu().contiguous() for name, tensor in tensors}
+        save_file(on_host, folder / WEIGHTS_FILE)
 
-        failure = error_of(write)
-    _raise_together(ranks, failure)
-
-
-def _raise_together(ranks: TrainerRanks, failure: Exception | None) -> None:
-    """Raise the failure of any rank on all ranks."""
-    problems = ranks.agree(None if failure is None else message_of(failure))
-    if failure is not None:
-        raise failure
-    if problems:
-        raise EngineError(problems[0])
+    ranks.on_source(write)

@@ -28,14 +28,13 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import torch
 from safetensors.numpy import save_file
 
 from slime.backends.protocols import SOURCE, EngineFleet, WeightExporter
-from slime.utils.errors import EngineError, kept
+from slime.utils.errors import EngineError
 from slime.utils.memory_utils import bytes_of
 from slime.weight_sync.delta_codec import Encoding, encode_delta
 from slime.weight_sync.root_hash import Checksums, places_of
@@ -53,8 +52,6 @@ from slime.weight_sync.tensor_files import (
 from slime.weight_sync.version_store import Manifest, VersionStore, version_path
 
 logger = logging.getLogger(__name__)
-
-_T = TypeVar("_T")
 
 PostWrite = Callable[[str, EngineFleet], None]
 
@@ -123,18 +120,15 @@ class DiskUpdater:
         """Nothing to do: files need no connection."""
 
     def _publish(self, version: int, trainer: WeightExporter) -> int:
-        return self._publish_full(version, trainer)
-
-    def _publish_full(self, version: int, trainer: WeightExporter) -> int:
         """Write all weights as ``version``, the first of a lineage. Returns its bytes, on every rank."""
         if not self._lineage:
-            self._on_source(lambda: self._store.open(keeps_files=self._settings.keeps_files))
+            self._ranks.on_source(lambda: self._store.open(keeps_files=self._settings.keeps_files))
         # a new lineage: no host may apply deltas of this version to another one
         self._lineage = self._ranks.from_source(uuid.uuid4().hex)
-        folder = self._on_source(lambda: self._store.begin(version))
+        folder = self._ranks.on_source(lambda: self._store.begin(version))
         trainer.save_hf(str(folder))
         checksums = self._checksums_of(folder)
-        return self._on_source(lambda: self._commit_full(folder, version, checksums))
+        return self._ranks.on_source(lambda: self._commit_full(folder, version, checksums))
 
     def _checksums_of(self, folder: Path) -> dict[str, str]:
         """The checksums of all tensors. Each rank that sees the files reads some: in part those that it wrote."""
@@ -146,11 +140,11 @@ class DiskUpdater:
             share = sorted(_sizes(folder))[readers.index(self._ranks.rank) :: len(readers)]
             return checksums_of(folder, checksum_function(self._settings.checksum), share)
 
-        return {name: checksum for part in self._on_each(read) for name, checksum in part.items()}
+        return {name: checksum for part in self._ranks.on_each(read) for name, checksum in part.items()}
 
     def _readers(self, folder: Path) -> list[int]:
         """The ranks that see the files of ``folder``. A collective."""
-        listed = self._on_source(lambda: _sizes(folder))
+        listed = self._ranks.on_source(lambda: _sizes(folder))
         return [rank for rank, sees in enumerate(self._ranks.gather(_sizes(folder) == listed)) if sees]
 
     def _commit_full(self, folder: Path, version: int, checksums: dict[str, str]) -> int:
@@ -174,7 +168,7 @@ class DiskUpdater:
 
     def _bring(self, fleet: EngineFleet, version: int, trainer: WeightExporter, timeout_s: float) -> None:
         """Update the copies of all engine hosts to ``version`` while engines still generate."""
-        self._on_source(lambda: self._pull(fleet, version, timeout_s))
+        self._ranks.on_source(lambda: self._pull(fleet, version, timeout_s))
 
     def _pull(self, fleet: EngineFleet, version: int, timeout_s: float) -> None:
         root, local = str(self._settings.root), str(self._settings.local)
@@ -195,39 +189,6 @@ class DiskUpdater:
     def _needed(self, version: int) -> set[int]:
         """Versions that must stay on disk for hosts that start now. A restarted engine loads the newest."""
         return {version}
-
-    def _on_source(self, work: Callable[[], _T]) -> _T:
-        """Run ``work`` on the source and broadcast its result. All ranks call this together.
-
-        Returns the result on every rank. Raises the error itself on the source, and an EngineError with its message
-        on the other ranks.
-        """
-        result: _T | None = None
-        errors: list[Exception] = []
-        if self._ranks.is_source:
-            with kept(errors):  # the other ranks wait in from_source()
-                result = work()
-        failure = errors[0] if errors else None
-        answer = self._ranks.from_source((result, None if failure is None else message_of(failure)))
-        if failure is not None:
-            raise failure
-        if answer[1] is not None:
-            raise EngineError(answer[1])
-        return answer[0]  # type: ignore[no-any-return]
-
-    def _on_each(self, work: Callable[[], _T]) -> list[_T]:
-        """Run ``work`` on every rank. Returns the results in rank order, or raises as :meth:`_on_source`."""
-        result: _T | None = None
-        errors: list[Exception] = []
-        with kept(errors):  # the other ranks wait in gather()
-            result = work()
-        failure = errors[0] if errors else None
-        answers = self._ranks.gather((result, None if failure is None else message_of(failure)))
-        if failure is not None:
-            raise failure
-        if problems := [problem for _, problem in answers if problem is not None]:
-            raise EngineError(problems[0])
-        return [found for found, _ in answers]
 
 
 def _sizes(folder: Path) -> dict[str, int]:
@@ -284,7 +245,7 @@ class DeltaUpdater(DiskUpdater):
     def _publish_full(self, version: int, trainer: WeightExporter) -> int:
         self._last = None  # if the write fails, the next version is a full one too
         self.changed_share = None
-        num_bytes = super()._publish_full(version, trainer)
+        num_bytes = super()._publish(version, trainer)
         folder = version_path(self._settings.root, version)
         readers = self._readers(folder)
         keepers = readers[:: -(-len(readers) // _MAX_KEEPERS)]  # at equal distances: on different hosts
@@ -298,7 +259,7 @@ class DeltaUpdater(DiskUpdater):
                 return {name: np.array(array) for name, array in arrays.items()}
 
         last: dict[str, Bytes] = {}
-        self._on_each(lambda: last.update(keep()))
+        self._ranks.on_each(lambda: last.update(keep()))
         self._last = last
         self._chain, self._full_bytes, self._delta_bytes = [version], num_bytes, 0
         return num_bytes
@@ -307,9 +268,9 @@ class DeltaUpdater(DiskUpdater):
         """Write the changes since the last version, and keep the new state."""
         assert self._last is not None, "_publish sends a full version otherwise"
         last, self._last = self._last, None  # a failure on the way leaves nothing to compare with
-        folder = self._on_source(lambda: self._begin_delta(version))
-        found = self._on_each(lambda: self._write_changes(folder, last, trainer))
-        num_bytes = self._on_source(lambda: self._commit_delta(folder, version, found))
+        folder = self._ranks.on_source(lambda: self._begin_delta(version))
+        found = self._ranks.on_each(lambda: self._write_changes(folder, last, trainer))
+        num_bytes = self._ranks.on_source(lambda: self._commit_delta(folder, version, found))
         total, changed = sum(one.total for one in found), sum(one.changed for one in found)
         if self._ranks.is_source:
             text = "weight version %d: %d of %d bytes have changed, %d written"
@@ -390,7 +351,7 @@ class DeltaUpdater(DiskUpdater):
         return sum(file.stat().st_size for file in final.iterdir())
 
     def _bring(self, fleet: EngineFleet, version: int, trainer: WeightExporter, timeout_s: float) -> None:
-        problem = self._on_source(lambda: self._pull_problem(fleet, version, timeout_s))
+        problem = self._ranks.on_source(lambda: self._pull_problem(fleet, version, timeout_s))
         if problem is None:
             return
         logger.warning("weight version %d is sent in full, a host cannot follow: %s", version, problem)

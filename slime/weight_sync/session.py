@@ -23,9 +23,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from slime.backends.protocols import EngineFleet, NamedTensor, PendingCalls, Place
+from slime.backends.protocols import (
+    EVERY_RANK,
+    EngineFleet,
+    NamedTensor,
+    PendingCalls,
+    Place,
+    Recipients,
+    WeightExporter,
+)
 from slime.utils.errors import EngineError, kept, undone
 from slime.weight_sync.chunks import LEAST_BUCKET, Wants, WeightChunk, into_chunks
 from slime.weight_sync.root_hash import Checksums, RootHash, RootProof
@@ -34,6 +42,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 # Timeout of calls after a failure, when one of the engines may never answer.
 _CLOSING_TIMEOUT_S = 60.0
@@ -129,6 +139,20 @@ class TrainerRanks:
         dist.all_gather_object(values, value, group=group)
         return values
 
+    def on_source(self, work: Callable[[], T]) -> T:
+        """Run ``work`` on the source. Returns its result, on every rank.
+
+        Raises its error on the source, and an EngineError with the same message on the other ranks.
+        """
+        result, failure = _tried(work) if self.is_source else (None, None)
+        answers: list[tuple[T, str | None]] = [self.from_source((result, _text(failure)))]
+        return _results(answers, failure)[0]
+
+    def on_each(self, work: Callable[[], T]) -> list[T]:
+        """Run ``work`` on every rank. Returns the results in rank order, or raises as :meth:`on_source`."""
+        result, failure = _tried(work)
+        return _results(self.gather((result, _text(failure))), failure)
+
     def to_source(self, value: Any) -> list[Any]:
         """The values of all ranks, in rank order, on the source. Empty on the others."""
         return self.to_first(value, self._everyone())
@@ -162,8 +186,45 @@ class TrainerRanks:
         return values or []
 
 
+def _tried(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """The result of ``work``, or its error: other ranks wait for this one."""
+    results: list[T] = []
+    failure = error_of(lambda: results.append(work()))
+    return (results[0] if results else None), failure
+
+
+def _results(answers: Sequence[tuple[T, str | None]], failure: Exception | None) -> list[T]:
+    """The results in ``answers``. Raises the ``failure`` of this rank, or the first one of the others."""
+    if failure is not None:
+        raise failure
+    if problems := [problem for _, problem in answers if problem is not None]:
+        raise EngineError(problems[0])
+    return [result for result, _ in answers]
+
+
 ALONE = TrainerRanks(0, 1, timeout_s=60.0)
 """A trainer of one rank."""
+
+
+@dataclass(frozen=True)
+class OtherWeights:
+    """A part of an exporter: the weights of ``trainer``. Derived classes write or export something else."""
+
+    trainer: WeightExporter
+
+    @property
+    def is_weight_source(self) -> bool:
+        return self.trainer.is_weight_source
+
+    def export_weights(
+        self, bucket_bytes: int = 512 * 1024**2, recipients: Recipients = EVERY_RANK
+    ) -> Iterator[NamedTensor]:
+        return self.trainer.export_weights(bucket_bytes, recipients)
+
+    def export_adapter(
+        self, bucket_bytes: int = 512 * 1024**2, recipients: Recipients = EVERY_RANK
+    ) -> Iterator[NamedTensor]:
+        return self.trainer.export_adapter(bucket_bytes, recipients)
 
 
 def push_weights(
@@ -234,6 +295,10 @@ def error_of(work: Callable[[], object]) -> Exception | None:
     return errors[0] if errors else None
 
 
+def _text(failure: Exception | None) -> str | None:
+    return None if failure is None else message_of(failure)
+
+
 def message_of(error: BaseException) -> str:
     """The message for other ranks, without a traceback that came from another process."""
     return str(getattr(error, "cause", None) or error)  # Ray's errors of tasks keep the original in ``cause``
@@ -258,7 +323,7 @@ def _deliver(
         if failure is None:
             failure = error_of(lambda: sender.send(chunk, update.version))  # noqa: B023 (called at once)
     failure = failure or error_of(sender.finish)
-    problems = ranks.agree(None if failure is None else message_of(failure))
+    problems = ranks.agree(_text(failure))
     if failure is not None:
         raise failure
     if problems and ranks.is_source:
@@ -271,7 +336,7 @@ def _of_all(root: RootHash, ranks: TrainerRanks) -> Checksums:
     found: dict[Place, Mapping[str, str]] = {}
     failure = error_of(lambda: found.update(root.checksums()))  # the other ranks wait in to_source()
     # to the source only: the checksums of a large engine are megabytes of text
-    answers = ranks.to_source((found, None if failure is None else message_of(failure)))
+    answers = ranks.to_source((found, _text(failure)))
     if failure is not None:
         raise failure
     if problems := [problem for _, problem in answers if problem is not None]:

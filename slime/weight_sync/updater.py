@@ -21,13 +21,13 @@ from typing import Protocol
 
 from slime.backends.protocols import EVERY_RANK, SOURCE, EngineFleet, EngineInfo, Place, Recipients, WeightExporter
 from slime.utils import accelerator
-from slime.utils.errors import EngineError, undone
+from slime.utils.errors import undone
 from slime.utils.net import free_port
 from slime.weight_sync.chunks import SentBefore, WeightChunk, bucket_bytes
 from slime.weight_sync.root_hash import places_of
 from slime.weight_sync.send_distributed import DistributedSender
 from slime.weight_sync.send_tensor import TensorSender
-from slime.weight_sync.session import ChunkSender, TrainerRanks, WeightUpdate, error_of, message_of, push_weights
+from slime.weight_sync.session import ChunkSender, TrainerRanks, WeightUpdate, error_of, push_weights
 
 logger = logging.getLogger(__name__)
 
@@ -104,25 +104,24 @@ class WeightUpdater:
         self.disconnect(is_urgent=True)  # the fleet changed because an engine died: it cannot answer
         if self._sent_before is not None:
             self._sent_before.forget()
-        self._senders, self._fleet = Senders(), fleet
+        senders = Senders()
+        self._senders, self._fleet = senders, fleet
         near, far = self._places(fleet.engines)
         if near:
             by_block = bool(self.recipients(fleet.engines).blocks)
             sender = TensorSender(fleet.only(near), self._ranks, timeout_s=self._timeout_s, by_block=by_block)
-            self._senders.add(sender)
-        problem: Exception | None = None
-        if far and self._ranks.is_source:
+            senders.add(sender)
+
+        def connect() -> None:
             # a new name each time: an engine may still be in the old group
             name = f"slime-pp_{next(self._group_numbers)}"
             network = DistributedSender(fleet.only(far), group_name=name, timeout_s=self._timeout_s)
-            self._senders.add(network)
-            problem = error_of(lambda: network.connect(self._address, free_port()))
-        problems = self._ranks.agree(None if problem is None else message_of(problem))
-        if problem is not None:
-            raise problem
-        if problems:
-            raise EngineError("; ".join(problems))
-        return self._senders
+            senders.add(network)
+            network.connect(self._address, free_port())
+
+        if far:
+            self._ranks.on_source(connect)
+        return senders
 
     def _places(self, engines: Sequence[EngineInfo]) -> tuple[list[int], list[int]]:
         """Indices of the engines on the trainer's devices, and of all others."""
