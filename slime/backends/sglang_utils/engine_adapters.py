@@ -12,8 +12,7 @@ import logging
 import pickle
 import shutil
 import threading
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -90,7 +89,7 @@ def _text(data: bytes | memoryview) -> str:
     return base64.b64encode(data).decode("ascii")
 
 
-class AdapterCalls(ABC):
+class AdapterCalls:
     """Part of :class:`slime.backends.sglang_utils.engine.SGLangEngine`."""
 
     shares_memory = True
@@ -99,31 +98,8 @@ class AdapterCalls(ABC):
     _other_nodes: Sequence[OtherNode]
     _staged: tuple[StagedAdapter, list[str]] | None = None
     _spec: Any
-
-    @abstractmethod
-    def _change(
-        self,
-        verb: str,
-        body: Mapping[str, Any] | None,
-        timeout_s: float | None = None,
-        *,
-        is_checked: bool = True,
-        needs: str | None = None,
-    ) -> dict[str, Any]:
-        """POST, with the deadline of weight syncs."""
-
-    @abstractmethod
-    def _request(
-        self,
-        method: str,
-        url: str,
-        body: Mapping[str, Any] | None = None,
-        timeout_s: float = ...,
-        *,
-        is_checked: bool = True,
-        needs: str | None = None,
-    ) -> dict[str, Any]:
-        """One HTTP call."""
+    _change: Callable[..., dict[str, Any]]
+    _request: Callable[..., dict[str, Any]]
 
     def generate(self, body: Mapping[str, Any]) -> list[dict[str, Any]]:
         """The answers to a request that is neither streamed nor routed, one for each of its prompts."""

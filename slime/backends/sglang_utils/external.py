@@ -1,12 +1,11 @@
 """Engines that run outside of slime: queried, used and watched, but never started or stopped.
 
-``--rollout-external-engine-addrs`` names them. :func:`apply_external_engine_info_to_args` queries each of them
-before anything starts. :class:`ExternalEngine` has the methods of an engine, without a process.
+``--rollout-external-engine-addrs`` names them. :func:`discover_external_engines` queries each of them before anything
+starts. :class:`ExternalEngine` has the methods of an engine, without a process.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import time
@@ -73,12 +72,10 @@ class ExternalEngineInfo:
     def is_pd_worker(self) -> bool:
         return self.worker_type in (WorkerType.PREFILL, WorkerType.DECODE)
 
-    @property
-    def parallel_config(self) -> dict[str, int]:
-        return {name: _number(self.server_info, name) for name in ("tp_size", "pp_size", "ep_size", "moe_dp_size")}
-
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+    @classmethod
+    def in_args(cls, args: Namespace) -> list[ExternalEngineInfo]:
+        """Those that a step of ``rules`` has put into the arguments."""
+        return [cls(**info) for info in args.rollout_external_engine_infos]
 
 
 def normalize_external_engine_addr(addr: str) -> str:
@@ -210,29 +207,6 @@ def engine_info(url: str, num_gpus: int, first_slot: int | None, answer: Mapping
     copies = schedulers * _number(answer, "attn_cp_size")
     head_copies = copies if answer.get("enable_dp_lm_head") else 1
     return EngineInfo(url, num_gpus, first_slot, expert_blocks(answer), copies, head_copies, schedulers)
-
-
-def apply_external_engine_info_to_args(args: Namespace, logger: logging.Logger | None = None) -> None:
-    """Derive the numbers of external engines and devices from the answers of the engines.
-
-    Sets ``rollout_external_engine_infos``, ``rollout_num_engines`` and ``rollout_num_gpus``.
-    """
-    if not args.rollout_external_engine_addrs:
-        raise ConfigError(f"{_FLAG} names no engine: give HOST:PORT of one or more, or leave it out.")
-    infos = discover_external_engines(args.rollout_external_engine_addrs)
-    args.rollout_external_engine_infos = [info.to_dict() for info in infos]
-    args.rollout_num_engines = len(infos)
-    args.rollout_num_gpus = sum(info.num_gpus for info in infos)
-    if logger is not None:
-        logger.info("external engines: %s", ", ".join(info.url for info in infos))
-
-
-def external_engine_infos_from_args(args: Namespace) -> list[ExternalEngineInfo]:
-    """The results of :func:`apply_external_engine_info_to_args`."""
-    found = getattr(args, "rollout_external_engine_infos", None)
-    if found is None:
-        raise RuntimeError("apply_external_engine_info_to_args() comes first")
-    return [ExternalEngineInfo(**info) for info in found]
 
 
 def problems_of(info: ExternalEngineInfo, args: Namespace, *, source: str = _FLAG) -> Iterator[str]:

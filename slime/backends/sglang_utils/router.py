@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import httpx
 
@@ -26,27 +26,6 @@ _START_TIMEOUT_S = 300.0
 _EXISTING_TIMEOUT_S = 30.0
 _CONTROL_TIMEOUT_S = 10.0
 _ANSWER_TIMEOUT_S = 2.0
-
-
-class Router(Protocol):
-    """The interface of a router of this run or of others."""
-
-    host: str
-    port: int
-
-    @property
-    def url(self) -> str: ...
-
-    @property
-    def is_ours(self) -> bool:
-        """False if other runs may use it. Engines must then be removed one by one before they stop."""
-
-    def wait_ready(self) -> None:
-        """Return when the router answers."""
-
-    def raise_if_dead(self) -> None: ...
-
-    def stop(self) -> None: ...
 
 
 def _is_alive(url: str) -> bool:
@@ -152,7 +131,7 @@ class RouterProcess:
 class ExistingRouter:
     """The router that ``--sglang-router-ip`` and ``--sglang-router-port`` name. Never stopped here."""
 
-    is_ours = False
+    is_ours = False  # other runs may use it: engines must be removed one by one before they stop
 
     def __init__(self, host: str, port: int) -> None:
         self.host, self.port = host, port
@@ -172,6 +151,9 @@ class ExistingRouter:
 
     def stop(self) -> None:
         """Do nothing: other runs may use the router."""
+
+
+Router: TypeAlias = RouterProcess | ExistingRouter
 
 
 def router_args(argv: Sequence[str] | None = None) -> Any:

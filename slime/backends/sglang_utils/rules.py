@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 from slime.backends.protocols import weights_dtype
@@ -19,8 +20,8 @@ from slime.backends.sglang_utils.draft_rules import drafts_on_cpu
 from slime.backends.sglang_utils.engine import START_TIMEOUT_S
 from slime.backends.sglang_utils.external import (
     ONE_STAGE,
-    apply_external_engine_info_to_args,
-    external_engine_infos_from_args,
+    ExternalEngineInfo,
+    discover_external_engines,
     problems_of,
 )
 from slime.backends.sglang_utils.option_table import ALIASES
@@ -95,8 +96,15 @@ def _num_engines(args: Namespace) -> None:
 
 
 def _external_engines(args: Namespace) -> None:
-    if args.rollout_external_engine_addrs is not None and not args.debug_train_only:
-        apply_external_engine_info_to_args(args)
+    """Derive the numbers of external engines and devices from the answers of the engines."""
+    if args.rollout_external_engine_addrs is None or args.debug_train_only:
+        return
+    if not args.rollout_external_engine_addrs:
+        raise ConfigError(f"{_EXTERNAL} names no engine: give HOST:PORT of one or more, or leave it out.")
+    infos = discover_external_engines(args.rollout_external_engine_addrs)
+    args.rollout_external_engine_infos = [asdict(info) for info in infos]
+    args.rollout_num_engines = len(infos)
+    args.rollout_num_gpus = sum(info.num_gpus for info in infos)
 
 
 def _dtype(args: Namespace) -> None:
@@ -350,7 +358,7 @@ def _pd_flag(args: Namespace) -> str | None:
     if args.prefill_num_servers is not None:
         return f"--prefill-num-servers {args.prefill_num_servers}"
     infos = vars(args).get("rollout_external_engine_infos")
-    if infos is not None and any(info.is_pd_worker for info in external_engine_infos_from_args(args)):
+    if infos is not None and any(info.is_pd_worker for info in ExternalEngineInfo.in_args(args)):
         return _EXTERNAL
     return next((text for model, text in _pd_models(args) if model.updates_weights), None)
 
@@ -391,7 +399,7 @@ def _external(args: Namespace) -> Iterator[str]:
             yield f"{flag} does not work with {_EXTERNAL}: engines of others give no memory away. Drop one."
     if vars(args).get("rollout_external_engine_infos") is None:
         return  # a plan does not query engines
-    infos = external_engine_infos_from_args(args)
+    infos = ExternalEngineInfo.in_args(args)
     for info in infos:
         yield from problems_of(info, args)
     kinds = {info.worker_type for info in infos}

@@ -25,7 +25,6 @@ import ray
 from slime.backends.sglang_utils.external import (
     ExternalEngineInfo,
     discover_external_engines,
-    external_engine_infos_from_args,
     problems_of,
 )
 from slime.backends.sglang_utils.fork_server import ForkServer
@@ -81,7 +80,7 @@ class RolloutServers(EngineMemory, ElasticEngines):
         self._changing = threading.RLock()
         with undone(self.stop):  # no router may survive
             if args.rollout_external:
-                self._use_external(external_engine_infos_from_args(args))
+                self._use_external(ExternalEngineInfo.in_args(args))
             elif self.awaits_engines:
                 self._use_external([])
             else:

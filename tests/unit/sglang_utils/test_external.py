@@ -14,12 +14,12 @@ import pytest
 
 from slime.backends.sglang_utils.external import (
     ExternalEngine,
-    apply_external_engine_info_to_args,
+    ExternalEngineInfo,
     discover_external_engines,
-    external_engine_infos_from_args,
     normalize_external_engine_addr,
     problems_of,
 )
+from slime.backends.sglang_utils.rules import LIVE_STEPS
 from slime.utils.errors import ConfigError, DeadlineExceeded, EngineError
 from slime.utils.net import free_port
 
@@ -99,7 +99,6 @@ def test_an_engine_says_what_it_is(server):
     (info,) = discover_external_engines([server.url])
     assert (info.url, info.worker_type, info.num_gpus) == (server.url, "prefill", 4)
     assert (info.disaggregation_bootstrap_port, info.is_pd_worker) == (9000, True)
-    assert info.parallel_config == {"tp_size": 2, "pp_size": 2, "ep_size": 1, "moe_dp_size": 1}
 
 
 def test_servers_of_older_versions_are_asked_by_the_older_route(server):
@@ -120,14 +119,13 @@ def test_every_address_that_does_not_work_is_named_in_one_message(server):
 
 
 def test_the_arguments_learn_how_many_engines_and_devices_there_are(server):
-    args = Namespace(rollout_external_engine_addrs=[server.url])
-    with pytest.raises(RuntimeError, match="comes first"):
-        external_engine_infos_from_args(args)
+    args = Namespace(rollout_external_engine_addrs=[server.url], debug_train_only=False)
+    (step,) = LIVE_STEPS
     with pytest.raises(ConfigError, match="--rollout-external-engine-addrs names no engine"):
-        apply_external_engine_info_to_args(Namespace(rollout_external_engine_addrs=None))
-    apply_external_engine_info_to_args(args)
+        step(Namespace(rollout_external_engine_addrs=[], debug_train_only=False))
+    step(args)
     assert (args.rollout_num_engines, args.rollout_num_gpus) == (1, 2)
-    assert external_engine_infos_from_args(args) == discover_external_engines([server.url])
+    assert ExternalEngineInfo.in_args(args) == discover_external_engines([server.url])
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,8 @@ import psutil
 import pytest
 import torch
 
-from slime.backends.sglang_utils.cpu_platform.memory_saver import CpuMemorySaver, create
+from slime.backends.sglang_utils.cpu_platform.hooks import _create_memory_saver
+from slime.backends.sglang_utils.cpu_platform.memory_saver import CpuMemorySaver
 
 MIB = 1024**2
 
@@ -14,7 +15,7 @@ MIB = 1024**2
 @pytest.fixture
 def saver(monkeypatch: pytest.MonkeyPatch) -> CpuMemorySaver:
     monkeypatch.setattr(CpuMemorySaver, "_blocks", type(CpuMemorySaver._blocks)(dict))
-    return create(lambda enable: None, True)
+    return CpuMemorySaver()
 
 
 def resident_mib() -> float:
@@ -67,4 +68,4 @@ def test_memory_that_was_freed_and_belongs_to_somebody_else_now_is_left_alone(sa
 
 
 def test_without_the_flag_sglang_decides(saver):
-    assert create(lambda enable: ("sglang", enable), False) == ("sglang", False)
+    assert _create_memory_saver(lambda enable: ("sglang", enable), False) == ("sglang", False)

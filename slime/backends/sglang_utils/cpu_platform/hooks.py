@@ -29,21 +29,15 @@ def register() -> None:
         _create_memory_saver,
         HookType.AROUND,
     )
-    HookRegistry.register("sglang.srt.lora.lora_manager.LoRAManager.__init__", _prepare_lora, HookType.BEFORE)
+    HookRegistry.register("sglang.srt.lora.lora_manager.LoRAManager.__init__", _use_ordinary_memory, HookType.BEFORE)
     # SHA-256 of all weights would take most of the time of a sync
     HookRegistry.register("sglang.srt.utils.weight_checker._hash_tensor", _checksum, HookType.REPLACE)
 
 
 def _create_memory_saver(original: Callable[..., Any], enable: bool) -> Any:
-    from slime.backends.sglang_utils.cpu_platform.memory_saver import create  # SGLang is imported by now
+    from slime.backends.sglang_utils.cpu_platform.memory_saver import CpuMemorySaver  # SGLang is imported by now
 
-    return create(original, enable)
-
-
-def _prepare_lora(*args: Any, **kwargs: Any) -> None:
-    from slime.backends.sglang_utils.cpu_platform.hooks import use_ordinary_memory  # SGLang is imported by now
-
-    use_ordinary_memory()
+    return CpuMemorySaver() if enable else original(enable)
 
 
 def _checksum(tensor: torch.Tensor) -> str:
@@ -76,7 +70,7 @@ class _HostTorch:
         return torch.zeros(*args, **kwargs)
 
 
-def use_ordinary_memory() -> None:
+def _use_ordinary_memory(*_: Any, **__: Any) -> None:
     """Keep offsets and ranks of adapters in ordinary memory. Idempotent. SGLang 0.5.23 always pins them."""
     from sglang.srt.lora import layers
     from sglang.srt.lora.backend import torch_backend

@@ -13,7 +13,7 @@ import ctypes
 import mmap
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -74,11 +74,6 @@ class CpuMemorySaver(TorchMemorySaverAdapter):
 
     def resume(self, tag: str) -> None:
         """Do nothing: the kernel maps zero pages at the next access."""
-
-
-def create(original: Callable[..., Any], enable: bool) -> Any:
-    """Replacement of ``TorchMemorySaverAdapter.create``."""
-    return CpuMemorySaver() if enable else original(enable)
 
 
 class _Storages(TorchDispatchMode):
