@@ -23,6 +23,7 @@ from slime.batch.balance import (
     split_bin,
 )
 from slime.batch.prefixes import PrefixTree
+from slime.config.groups import from_args
 from slime.models.cost import ModelDims, flops_of_length
 from slime.utils.errors import ConfigError, DataError
 
@@ -173,19 +174,12 @@ def build_dp_schedule(
     Returns:
         (partitions, micro_batch_indices, num_microbatches, global_batch_sizes), see :class:`StepPlan`.
     """
-    settings = MicroBatchArgs(
-        micro_batch_size=args.micro_batch_size,
-        use_dynamic_batch_size=args.use_dynamic_batch_size,
-        max_tokens_per_gpu=args.max_tokens_per_gpu,
-        balance_data=args.balance_data,
-        balance_by_flops=args.balance_by_flops,
-    )
     plan = plan_steps(
         total_lengths,
         rollout_indices,
         global_batch_size=global_batch_size,
         layout=ParallelLayout(**train_parallel_config),
-        settings=settings,
+        settings=from_args(MicroBatchArgs, args),
         dims=args,
     )
     return plan.partitions, plan.micro_batch_indices, plan.num_microbatches, plan.global_batch_sizes

@@ -6,9 +6,10 @@ Tests compare the counts of weights with models that megatron-core builds: they 
 from __future__ import annotations
 
 import functools
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, TypeAlias
 
 from slime.models.hf_shape import read_shape
 from slime.models.shape import DeltaNetShape, MlaShape, ModelShape, MoeShape, SparseShape
@@ -261,23 +262,8 @@ def gathered_keys(shape: ModelShape, layer: int, *, cp: int, tp: int = 1) -> tup
     return width * (cp + 0.5 - 1) + latents, width * cp
 
 
-class ModelDims(Protocol):
-    """The sizes that FLOPs depend on; the flat arguments and :class:`ModelShape` have them."""
-
-    @property
-    def num_layers(self) -> int: ...
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def num_attention_heads(self) -> int: ...
-    @property
-    def num_query_groups(self) -> int: ...
-    @property
-    def kv_channels(self) -> int: ...
-    @property
-    def ffn_hidden_size(self) -> int: ...
-    @property
-    def vocab_size(self) -> int: ...
+ModelDims: TypeAlias = ModelShape | Namespace
+"""The sizes that FLOPs depend on. The flat arguments have the names of Megatron's flags."""
 
 
 def calculate_fwd_flops(seqlens: Sequence[int], args: ModelDims) -> int:
@@ -304,7 +290,7 @@ def forward_flops(
 _shape = functools.lru_cache(maxsize=8)(read_shape)  # each rollout asks for it
 
 
-def flops_of_length(args: ModelDims) -> Callable[[int], int]:
+def flops_of_length(dims: ModelDims) -> Callable[[int], int]:
     """The FLOPs of one forward pass over a sequence of length L, as a function of L.
 
     Every weight in a product that a token passes through costs 2 per token: all of the decoder and of the head, of the
@@ -312,12 +298,12 @@ def flops_of_length(args: ModelDims) -> Callable[[int], int]:
     and half of the ``L^2`` pairs are masked. Vision towers and prediction layers are not counted. Flat arguments, which
     plugins pass, are priced as a dense decoder.
     """
-    if isinstance(args, ModelShape):
-        return _flops_of_shape(args)
-    h, d, heads = args.hidden_size, args.kv_channels, args.num_attention_heads
-    per_token = 2 * h * d * (heads + 2 * args.num_query_groups) + 2 * h * h + 6 * h * args.ffn_hidden_size
-    per_token = args.num_layers * per_token + 2 * h * args.vocab_size
-    return lambda length: length * per_token + args.num_layers * 2 * heads * length * length * d
+    if isinstance(dims, ModelShape):
+        return _flops_of_shape(dims)
+    h, d, heads = dims.hidden_size, dims.kv_channels, dims.num_attention_heads
+    per_token = 2 * h * d * (heads + 2 * dims.num_query_groups) + 2 * h * h + 6 * h * dims.ffn_hidden_size
+    per_token = dims.num_layers * per_token + 2 * h * dims.vocab_size
+    return lambda length: length * per_token + dims.num_layers * 2 * heads * length * length * d
 
 
 def _flops_of_shape(shape: ModelShape) -> Callable[[int], int]:
