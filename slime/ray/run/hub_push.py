@@ -141,12 +141,10 @@ def _warn_of_defect(path: str, push: Future[None]) -> None:
 
 
 def _activity(process: psutil.Popen) -> Any:
-    """Grows while files are read and data are sent. Processor time on systems that do not count bytes."""
+    """Grows while files are read and data are sent."""
     try:
-        if hasattr(process, "io_counters"):
-            counted = process.io_counters()
-            return counted.read_chars, counted.write_chars
-        return process.cpu_times()
+        counted = process.io_counters()
+        return counted.read_chars, counted.write_chars
     except psutil.Error:  # it has just ended
         return None
 

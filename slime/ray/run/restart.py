@@ -16,10 +16,10 @@ import uuid
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from slime.backends.training.arguments import CheckpointArgs
 from slime.backends.training.checkpoint_source import inspect_checkpoint
+from slime.config.groups import with_values
 from slime.observability.run_log import RUN_LOG
 from slime.ray.watch.failure_report import message_of
 from slime.utils.deadline import interruptible
@@ -39,7 +39,7 @@ def run_to_the_end(train: Callable[[Namespace], None], args: Namespace) -> None:
             another death.
     """
     if args.use_wandb and args.wandb_run_id is None:
-        args = _replaced(args, wandb_run_id=uuid.uuid4().hex[:8])  # all attempts are one run for Weights & Biases
+        args = with_values(args, wandb_run_id=uuid.uuid4().hex[:8])  # all attempts are one run for Weights & Biases
     for restarts in range(MAX_RESTARTS + 1):
         try:
             return train(copy.deepcopy(args))  # hooks keep state in args, and a restart begins without it
@@ -68,7 +68,7 @@ def continued(args: Namespace) -> Namespace:
     """
     if inspect_checkpoint("--save", args.save) is None:
         return args  # nothing is saved yet: start as the first time
-    return _replaced(
+    return with_values(
         args,
         load=args.save,
         ckpt_step=None,
@@ -77,10 +77,6 @@ def continued(args: Namespace) -> Namespace:
         no_load_optim=args.no_save_optim,
         no_load_rng=args.no_save_rng,
     )
-
-
-def _replaced(args: Namespace, **values: Any) -> Namespace:
-    return Namespace(**{**vars(args), **values})
 
 
 @contextmanager
