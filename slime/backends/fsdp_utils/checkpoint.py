@@ -12,12 +12,10 @@ from __future__ import annotations
 
 import json
 import logging
-import random
 import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
@@ -35,8 +33,7 @@ from slime.backends.training.adapter_files import ADAPTER
 from slime.backends.training.checkpoint_files import checksums_of, written_by
 from slime.backends.training.checkpoint_source import Source
 from slime.backends.training.damage import DAMAGE, causes_of, unfit, unreadable
-from slime.backends.training.pieces import Piece, write
-from slime.utils import accelerator
+from slime.backends.training.pieces import Piece, generator_states, set_generators, write
 from slime.utils.distributed_utils import do_on_first_rank, files_group
 from slime.utils.errors import ConfigError, SlimeError, kept, named
 
@@ -96,7 +93,7 @@ def _write(state: TrainState, directory: Path, *, has_optimizer: bool, has_rng: 
         tensors = _tensors(state, has_optimizer=has_optimizer)
         state_dict_saver.save(tensors, storage_writer=_Writer(directory), process_group=files_group())
         if has_rng:
-            torch.save(_generators(), directory / f"rng_{dist.get_rank():05d}.pt")
+            torch.save(generator_states(), directory / f"rng_{dist.get_rank():05d}.pt")
         if dist.get_rank() == 0:
             content = {
                 "sharded_backend": "fsdp",
@@ -176,17 +173,6 @@ def _metadata(state: TrainState, source: Source) -> dict[str, Any]:
     return content
 
 
-def _generators() -> dict[str, Any]:
-    numpy_kind, numpy_keys, *numpy_rest = np.random.get_state(legacy=True)
-    return {
-        "random": random.getstate(),
-        # A tensor, because torch.load with weights_only refuses numpy arrays.
-        "numpy": (numpy_kind, torch.from_numpy(np.asarray(numpy_keys).astype(np.int64)), *numpy_rest),
-        "torch": torch.get_rng_state(),
-        "device": accelerator.current().rng_state(),
-    }
-
-
 def _restore_generators(source: Source, num_ranks: int) -> None:
     path = Path(source.directory) / f"rng_{dist.get_rank():05d}.pt"
     # A state belongs to one rank, so that another number of ranks cannot continue it.
@@ -197,8 +183,4 @@ def _restore_generators(source: Source, num_ranks: int) -> None:
         state = torch.load(path, weights_only=True)
     except DAMAGE as error:
         raise unreadable(source, error) from None
-    random.setstate(state["random"])
-    numpy_kind, numpy_keys, *numpy_rest = state["numpy"]
-    np.random.set_state((numpy_kind, numpy_keys.numpy().astype(np.uint32), *numpy_rest))
-    torch.set_rng_state(state["torch"])
-    accelerator.current().set_rng_state(state["device"])
+    set_generators(state)

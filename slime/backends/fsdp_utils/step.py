@@ -137,7 +137,7 @@ def _norm(gradients: list[torch.Tensor]) -> float:
 
 
 def build_optimizer(
-    model: PreTrainedModel, args: OptimizerArgs, *, is_stateless: bool = False
+    model: PreTrainedModel, settings: OptimizerArgs, *, is_stateless: bool = False
 ) -> torch.optim.Optimizer:
     """AdamW or SGD on the shards. Its states are sharded like the weights. Norms and biases are not decayed.
 
@@ -149,16 +149,16 @@ def build_optimizer(
     decayed = [one for name, one in trained if not (name.endswith(".bias") or one.dim() == 1)]
     groups = [{"params": decayed, "decay_factor": 1.0}, {"params": plain, "decay_factor": 0.0}]
     groups = [group for group in groups if group["params"]]
-    betas = (args.adam_beta1, args.adam_beta2)
+    betas = (settings.adam_beta1, settings.adam_beta2)
     if is_stateless:
-        return StatelessAdam(groups, args.lr, betas, args.adam_eps, args.weight_decay)
-    match args.optimizer:
+        return StatelessAdam(groups, settings.lr, betas, settings.adam_eps, settings.weight_decay)
+    match settings.optimizer:
         case "adam":
-            adamw = torch.optim.AdamW(groups, args.lr, betas, args.adam_eps, args.weight_decay)
+            adamw = torch.optim.AdamW(groups, settings.lr, betas, settings.adam_eps, settings.weight_decay)
             fuse_adamw(adamw)
             return adamw
         case "sgd":
-            return torch.optim.SGD(groups, args.lr, args.sgd_momentum, weight_decay=args.weight_decay)
+            return torch.optim.SGD(groups, settings.lr, settings.sgd_momentum, weight_decay=settings.weight_decay)
         case other:
             raise ValueError(f"--optimizer {other} is not supported")
 

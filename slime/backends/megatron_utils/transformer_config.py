@@ -11,6 +11,7 @@ import logging
 import os
 import shutil
 from argparse import Namespace
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from slime.backends.megatron_utils.precision_rules import has_te_attention, uses_transformer_engine
@@ -23,6 +24,22 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
+
+
+# Flags that have the names of Megatron's fields.
+_SAME = (
+    *("attention_dropout", "hidden_dropout", "init_method_std", "deterministic_mode", "calculate_per_token_loss"),
+    *("mtp_num_layers", "mtp_loss_scaling_factor"),  # if the layers are not built, --save-hf copies their tensors
+    *("fp8", "fp8_recipe", "fp8_quantizer_factory"),
+    *("recompute_granularity", "recompute_method", "recompute_num_layers"),
+    *("tensor_model_parallel_size", "context_parallel_size", "expert_model_parallel_size"),
+    *("pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
+    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+    # Not Megatron's default, with which it refuses variable lengths even for models without experts.
+    *("moe_token_dispatcher_type", "moe_flex_dispatcher_backend"),
+)
+# Those whose absence is not a value of Megatron's field.
+_SAME_IF_GIVEN = ("recompute_modules", "microbatch_group_size_per_vp_stage")
 
 
 def expert_tensor_parallel_size(args: Namespace) -> int:
@@ -44,7 +61,9 @@ def transformer_config_kwargs(args: Namespace, shape: ModelShape | None = None) 
         ConfigError: ``shape`` is not given, and the model in --hf-checkpoint cannot be trained.
     """
     shape = shape or read_shape(args.hf_checkpoint)
-    kwargs = _layers(args, shape) | _numerics(args) | _recompute(args) | _parallel(args)
+    kwargs = {name: vars(args)[name] for name in _SAME}
+    kwargs |= {name: value for name in _SAME_IF_GIVEN if (value := vars(args)[name]) not in (None, [])}
+    kwargs |= _layers(shape) | _numerics(args) | _parallel(args)
     if shape.mla is not None:
         kwargs |= _latent_attention(shape, shape.mla)
     if shape.delta_net is not None:
@@ -106,7 +125,7 @@ def _can_fuse(*, is_cpu: bool) -> bool:
     return not missing
 
 
-def _layers(args: Namespace, shape: ModelShape) -> dict[str, Any]:
+def _layers(shape: ModelShape) -> dict[str, Any]:
     return {
         "num_layers": shape.num_layers,
         "hidden_size": shape.hidden_size,
@@ -126,13 +145,7 @@ def _layers(args: Namespace, shape: ModelShape) -> dict[str, Any]:
         "attention_output_gate": shape.family.has_output_gate,
         "rotary_interleaved": shape.is_rotary_interleaved,
         "multi_latent_attention": shape.mla is not None,
-        "attention_dropout": args.attention_dropout,
-        "hidden_dropout": args.hidden_dropout,
-        "init_method_std": args.init_method_std,
         "perform_initialization": False,  # every weight comes from a checkpoint
-        # If the layers are not built, --save-hf copies their tensors.
-        "mtp_num_layers": args.mtp_num_layers,
-        "mtp_loss_scaling_factor": args.mtp_loss_scaling_factor,
     }
 
 
@@ -142,12 +155,7 @@ def _numerics(args: Namespace) -> dict[str, Any]:
         "fp16": args.fp16 and not args.fp32,
         "attention_softmax_in_fp32": True,
         "variable_seq_lengths": True,
-        "deterministic_mode": args.deterministic_mode,
-        "calculate_per_token_loss": args.calculate_per_token_loss,
         "transformer_impl": "transformer_engine" if uses_transformer_engine(args) else "local",
-        "fp8": args.fp8,
-        "fp8_recipe": args.fp8_recipe,
-        "fp8_quantizer_factory": args.fp8_quantizer_factory,
         "fp8_param": args.fp8_param_gather,
         # Fused kernels of Apex or TransformerEngine, which are optional. build_config adds those of torch.
         "masked_softmax_fusion": False,
@@ -157,50 +165,23 @@ def _numerics(args: Namespace) -> dict[str, Any]:
     }
 
 
-def _recompute(args: Namespace) -> dict[str, Any]:
-    kwargs = {
-        "recompute_granularity": args.recompute_granularity,
-        "recompute_method": args.recompute_method,
-        "recompute_num_layers": args.recompute_num_layers,
-    }
-    return kwargs | ({"recompute_modules": args.recompute_modules} if args.recompute_modules else {})
-
-
 def _parallel(args: Namespace) -> dict[str, Any]:
     virtual = args.virtual_pipeline_model_parallel_size
-    tensor = args.tensor_model_parallel_size
-    kwargs = {
-        "tensor_model_parallel_size": tensor,
-        "sequence_parallel": args.sequence_parallel and tensor > 1,
-        "context_parallel_size": args.context_parallel_size,
-        "expert_model_parallel_size": args.expert_model_parallel_size,
+    return {
+        "sequence_parallel": args.sequence_parallel and args.tensor_model_parallel_size > 1,
         "expert_tensor_parallel_size": expert_tensor_parallel_size(args),
-        "pipeline_model_parallel_size": args.pipeline_model_parallel_size,
-        "virtual_pipeline_model_parallel_size": virtual,
         "num_layers_in_first_pipeline_stage": args.decoder_first_pipeline_num_layers,
         "num_layers_in_last_pipeline_stage": args.decoder_last_pipeline_num_layers,
-        "account_for_embedding_in_pipeline_split": args.account_for_embedding_in_pipeline_split,
-        "account_for_loss_in_pipeline_split": args.account_for_loss_in_pipeline_split,
         # With interleaving, the previous and the next stage may be one rank: batched exchanges would mix up tensors.
         "overlap_p2p_comm": virtual is not None,
         "batch_p2p_comm": virtual is None,
         "deallocate_pipeline_outputs": True,
-        # Not Megatron's default, with which it refuses variable lengths even for models without experts.
-        "moe_token_dispatcher_type": args.moe_token_dispatcher_type,
-        "moe_flex_dispatcher_backend": args.moe_flex_dispatcher_backend,
     }
-    if args.microbatch_group_size_per_vp_stage is not None:
-        kwargs["microbatch_group_size_per_vp_stage"] = args.microbatch_group_size_per_vp_stage
-    return kwargs
 
 
 def _latent_attention(shape: ModelShape, mla: MlaShape) -> dict[str, Any]:
     return {
-        "q_lora_rank": mla.q_lora_rank,
-        "kv_lora_rank": mla.kv_lora_rank,
-        "qk_head_dim": mla.qk_head_dim,
-        "qk_pos_emb_head_dim": mla.qk_pos_emb_head_dim,
-        "v_head_dim": mla.v_head_dim,
+        **asdict(mla),
         "rotary_base": shape.rotary_base,
         "rotary_percent": 1.0,
         **_latent_rope(shape.yarn_rope),

@@ -59,7 +59,7 @@ class Source:
         return self.format != "hf" and Path(self.directory).name != _RELEASE
 
 
-def find_start(args: CheckpointArgs, hf_checkpoint: str) -> Source:
+def find_start(settings: CheckpointArgs, hf_checkpoint: str) -> Source:
     """Find the checkpoint that a run starts with.
 
     This is ``--load`` if it holds a checkpoint. If not, it is the first that is given of ``--pretrained-checkpoint``,
@@ -69,23 +69,25 @@ def find_start(args: CheckpointArgs, hf_checkpoint: str) -> Source:
         ConfigError: ``--load`` does not exist, holds other files than a checkpoint, or lacks a complete iteration or
             the requested one. Or the other flags lead to no checkpoint.
     """
-    if args.load is not None:
+    if settings.load is not None:
         # a run that resumes itself may start before its directory exists
-        is_own = args.save is not None and Path(args.load) == Path(args.save)
-        if not Path(args.load).exists() and not is_own:
+        is_own = settings.save is not None and Path(settings.load) == Path(settings.save)
+        if not Path(settings.load).exists() and not is_own:
             raise ConfigError(
-                f"--load {args.load}: there is no such directory. Name an existing checkpoint; to start afresh now and "
-                f"resume later, give --save the same directory."
+                f"--load {settings.load}: there is no such directory. Name an existing checkpoint; to start afresh now "
+                "and resume later, give --save the same directory."
             )
-        source = _inspect("--load", args.load, "--ckpt-step", _step(args.load, args.ckpt_step))
+        source = _inspect("--load", settings.load, "--ckpt-step", _step(settings.load, settings.ckpt_step))
         if source is not None:
             return source
-    if args.pretrained_checkpoint is not None:
-        source = _existing("--pretrained-checkpoint", args.pretrained_checkpoint, "--ckpt-step", None)
+    if settings.pretrained_checkpoint is not None:
+        source = _existing("--pretrained-checkpoint", settings.pretrained_checkpoint, "--ckpt-step", None)
     else:
-        source = find_reference(args, hf_checkpoint)
-    if args.load is not None:
-        logger.info("--load %s holds no checkpoint yet: starting from %s %s", args.load, source.flag, source.directory)
+        source = find_reference(settings, hf_checkpoint)
+    if settings.load is not None:
+        logger.info(
+            "--load %s holds no checkpoint yet: starting from %s %s", settings.load, source.flag, source.directory
+        )
     return source
 
 
@@ -101,10 +103,10 @@ def _step(load: str, step: int | None) -> int | None:
     return actor.iteration
 
 
-def find_reference(args: CheckpointArgs, hf_checkpoint: str) -> Source:
+def find_reference(settings: CheckpointArgs, hf_checkpoint: str) -> Source:
     """The checkpoint of ``--ref-load``, else that of ``--hf-checkpoint``."""
-    if args.ref_load is not None:
-        return _existing("--ref-load", args.ref_load, "--ref-ckpt-step", args.ref_ckpt_step)
+    if settings.ref_load is not None:
+        return _existing("--ref-load", settings.ref_load, "--ref-ckpt-step", settings.ref_ckpt_step)
     return Source("hf", hf_checkpoint, "--hf-checkpoint")
 
 
@@ -127,7 +129,7 @@ def check_checkpoints(args: Any) -> list[str]:
 
     Leaves notices if the run has nothing to do, or if it would replace another one.
     """
-    if getattr(args, "hf_checkpoint", None) is None:
+    if args.hf_checkpoint is None:
         return []
     checkpoints = from_args(CheckpointArgs, args)
     is_missing = checkpoints.ref_load is not None and not Path(checkpoints.ref_load).is_dir()

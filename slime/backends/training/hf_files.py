@@ -14,7 +14,6 @@ import re
 import shutil
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from safetensors import safe_open
 
 from slime.backends.protocols import NamedTensor
 from slime.backends.training.export_files import MARKER, begin_export, beside, finish_export
-from slime.backends.training.hf_shards import INDEX, Content, name_shards, spread, write_shards
+from slime.backends.training.hf_shards import INDEX, Content, StoredTensor, name_shards, spread, write_shards
 from slime.utils.distributed_utils import do_on_first_rank, files_group
 from slime.utils.errors import ConfigError, SlimeError, kept, named, translated, undone
 
@@ -384,22 +383,7 @@ def _with_remainder(weights: Iterable[NamedTensor], source: str) -> Iterator[Con
     reader = TensorReader(source, "--hf-checkpoint")
     # a head that is not in weights is tied to the embedding: the source's would be the old one
     for name in sorted(reader.names - written - {"lm_head.weight"}):
-        yield name, _Stored(reader, name)
-
-
-@dataclass(frozen=True)
-class _Stored:
-    """A tensor that is taken over from the source."""
-
-    reader: TensorReader
-    name: str
-
-    @property
-    def nbytes(self) -> int:
-        return self.reader.num_bytes(self.name)
-
-    def read(self) -> torch.Tensor:
-        return self.reader.get(self.name)
+        yield name, StoredTensor(reader.num_bytes(name), functools.partial(reader.get, name))
 
 
 def _note_quantization(config: Path, quantization: Mapping[str, Any] | None) -> None:

@@ -10,8 +10,9 @@ import json
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import torch
 from safetensors.torch import save_file
@@ -21,18 +22,15 @@ from slime.backends.training.checkpoint_files import checksum, checksums_of
 INDEX = "model.safetensors.index.json"
 
 
-class StoredTensor(Protocol):
+@dataclass(frozen=True)
+class StoredTensor:
     """A tensor of another checkpoint, which only the writer of its file reads."""
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of :meth:`read`."""
-
-    def read(self) -> torch.Tensor:
-        """The tensor."""
+    nbytes: int
+    read: Callable[[], torch.Tensor]
 
 
-Content: TypeAlias = tuple[str, "torch.Tensor | StoredTensor"]
+Content: TypeAlias = tuple[str, torch.Tensor | StoredTensor]
 
 
 def write_shards(

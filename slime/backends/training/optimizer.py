@@ -36,7 +36,7 @@ class RateSchedule:
     lr_wsd_decay_style: str
 
     @classmethod
-    def of(cls, args: OptimizerArgs, *, num_steps: int, global_batch_size: int) -> RateSchedule:
+    def of(cls, settings: OptimizerArgs, *, num_steps: int, global_batch_size: int) -> RateSchedule:
         """The schedule that the flags describe.
 
         Args:
@@ -45,35 +45,40 @@ class RateSchedule:
         Raises:
             ConfigError: the warm-up is not shorter than the decay.
         """
-        decay_steps = args.lr_decay_iters if args.lr_decay_iters is not None else max(1, num_steps)
-        if args.lr_warmup_fraction is not None:
-            warmup, flag = args.lr_warmup_fraction * decay_steps, f"--lr-warmup-fraction {args.lr_warmup_fraction}"
+        decay_steps = settings.lr_decay_iters if settings.lr_decay_iters is not None else max(1, num_steps)
+        if settings.lr_warmup_fraction is not None:
+            warmup, flag = (
+                settings.lr_warmup_fraction * decay_steps,
+                f"--lr-warmup-fraction {settings.lr_warmup_fraction}",
+            )
         else:
-            warmup, flag = args.lr_warmup_iters, f"--lr-warmup-iters {args.lr_warmup_iters}"
+            warmup, flag = settings.lr_warmup_iters, f"--lr-warmup-iters {settings.lr_warmup_iters}"
         if warmup >= decay_steps:
             raise ConfigError(
                 f"{flag} is {warmup:g} steps of warm-up, which must be fewer than the {decay_steps} steps of the "
                 "schedule (--lr-decay-iters, by default all steps of the run)."
             )
-        start, end = args.weight_decay, args.weight_decay
-        if args.weight_decay_incr_style != "constant":
-            assert args.start_weight_decay is not None, "a rule asks for it"
-            assert args.end_weight_decay is not None, "a rule asks for it"
-            start, end = args.start_weight_decay, args.end_weight_decay
+        start, end = settings.weight_decay, settings.weight_decay
+        if settings.weight_decay_incr_style != "constant":
+            assert settings.start_weight_decay is not None, "a rule asks for it"
+            assert settings.end_weight_decay is not None, "a rule asks for it"
+            start, end = settings.start_weight_decay, settings.end_weight_decay
         return cls(
-            init_lr=args.lr_warmup_init,
-            max_lr=args.lr,
-            min_lr=args.min_lr,
+            init_lr=settings.lr_warmup_init,
+            max_lr=settings.lr,
+            min_lr=settings.min_lr,
             # flags count optimizer steps, the schedule counts rollouts
             lr_warmup_steps=int(warmup * global_batch_size),
             lr_decay_steps=decay_steps * global_batch_size,
-            lr_decay_style=args.lr_decay_style,
+            lr_decay_style=settings.lr_decay_style,
             start_wd=start,
             end_wd=end,
             wd_incr_steps=decay_steps * global_batch_size,
-            wd_incr_style=args.weight_decay_incr_style,
-            wsd_decay_steps=None if args.lr_wsd_decay_iters is None else args.lr_wsd_decay_iters * global_batch_size,
-            lr_wsd_decay_style=args.lr_wsd_decay_style,
+            wd_incr_style=settings.weight_decay_incr_style,
+            wsd_decay_steps=None
+            if settings.lr_wsd_decay_iters is None
+            else settings.lr_wsd_decay_iters * global_batch_size,
+            lr_wsd_decay_style=settings.lr_wsd_decay_style,
         )
 
     def learning_rate(self, step: int) -> float:
@@ -192,86 +197,29 @@ class StatelessAdam(torch.optim.Optimizer):
     With g the gradient:
 
         m = (1 - b1) g      v = (1 - b2) g^2      m / (1 - b1) = g      v / (1 - b2) = g^2
-        p <- p - lr * n * g / (d * |g| + eps)     n = d = 1 with bias correction, else n = 1 - b1, d = sqrt(1 - b2)
+        p <- p - lr * g / (|g| + eps)
 
-    That is the sign of the gradient, softened by eps. It saves two fp32 numbers per parameter. The arguments are those
-    of Apex's and TransformerEngine's FusedAdam.
-
-    Args:
-        adam_w_mode: weight decay shrinks the weights by ``1 - lr * weight_decay``. Otherwise it is added to g.
-        use_decoupled_grad: the gradient is ``parameter.decoupled_grad`` instead of ``parameter.grad``.
-        set_grad_none: default of ``zero_grad(set_to_none)``. None means True.
-
-    Raises:
-        ValueError: ``amsgrad`` or ``master_weights``, which need a state. A sparse gradient, when stepping.
+    That is the sign of the gradient, softened by eps. It saves two fp32 numbers per parameter. Weight decay is
+    decoupled: it shrinks the weights by ``1 - lr * weight_decay``.
     """
 
     def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        amsgrad: bool = False,
-        *,
-        bias_correction: bool = True,
-        adam_w_mode: bool = True,
-        maximize: bool = False,
-        use_decoupled_grad: bool = False,
-        master_weights: bool = False,
-        set_grad_none: bool | None = None,
-        **_: Any,
+        self, params: Iterable[Any], lr: float, betas: tuple[float, float], eps: float, weight_decay: float
     ) -> None:
-        if amsgrad:
-            raise ValueError("StatelessAdam has no amsgrad: it would have to remember the largest second moment")
-        if master_weights:
-            raise ValueError("StatelessAdam keeps no master weights: give it fp32 parameters")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        self._bias_correction = bias_correction
-        self._adam_w_mode = adam_w_mode
-        self._maximize = maximize
-        self._grad_name = "decoupled_grad" if use_decoupled_grad else "grad"
-        self._set_grad_none = set_grad_none is not False
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Apply the gradients. Returns what ``closure`` returns."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """Apply the gradients."""
+        assert closure is None, "no caller gives one"
         for group in self.param_groups:
             group["step"] = 1
+            lr, decay = float(group["lr"]), float(group["weight_decay"])
             for parameter in group["params"]:
-                gradient = getattr(parameter, self._grad_name, None)
-                if gradient is not None:
-                    self._update(parameter, gradient, group)
-        return loss
-
-    def zero_grad(self, set_to_none: bool | None = None) -> None:
-        set_to_none = self._set_grad_none if set_to_none is None else set_to_none
-        super().zero_grad(set_to_none)
-        if self._grad_name == "grad":
-            return
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if set_to_none:
-                    parameter.decoupled_grad = None
-                elif getattr(parameter, "decoupled_grad", None) is not None:
-                    parameter.decoupled_grad.zero_()
-
-    def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
-        if gradient.is_sparse:
-            raise ValueError("StatelessAdam cannot take sparse gradients")
-        lr, decay, (beta1, beta2) = float(group["lr"]), float(group["weight_decay"]), group["betas"]
-        g = gradient.to(parameter.dtype)
-        if self._maximize:
-            g = -g
-        if decay and self._adam_w_mode:
-            # before the update, with the old weights: decoupled weight decay
-            parameter.mul_(1 - lr * decay)
-        elif decay:
-            g = g + decay * parameter
-        n, d = (1.0, 1.0) if self._bias_correction else (1 - beta1, (1 - beta2) ** 0.5)
-        parameter.addcdiv_(g, (d * g.abs()).add_(group["eps"]), value=-lr * n)
+                if parameter.grad is None:
+                    continue
+                g = parameter.grad.to(parameter.dtype)
+                if decay:
+                    # before the update, with the old weights
+                    parameter.mul_(1 - lr * decay)
+                parameter.addcdiv_(g, g.abs().add_(group["eps"]), value=-lr)

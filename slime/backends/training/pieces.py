@@ -1,24 +1,28 @@
-"""Writes parts of tensors to the shards of a checkpoint, in the format of torch's distributed checkpoints.
+"""Parts of a checkpoint that all backends store in one form: shards, and random number generators.
 
-torch's own writer keeps the host copies of all tensors of a file until the file is complete. This one holds a single
-tensor for each file that it writes.
+Shards have the format of torch's distributed checkpoints. torch's own writer keeps the host copies of all tensors of a
+file until the file is complete. This one holds a single tensor for each file that it writes.
 """
 
 from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import SerializationFormat, _StorageWriterTransforms, _write_item
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
+
+from slime.utils import accelerator
 
 _NUM_THREADS = 2  # files that a rank writes at a time
 
@@ -107,3 +111,24 @@ def _write_file(path: Path, pieces: Sequence[Piece], written: Callable[[int], No
         file.flush()
         os.fsync(file.fileno())
     return results
+
+
+def generator_states() -> dict[str, Any]:
+    """The states of this process's random number generators."""
+    numpy_kind, numpy_keys, *numpy_rest = np.random.get_state(legacy=True)
+    return {
+        "random": random.getstate(),
+        # a tensor, because torch.load with weights_only refuses numpy arrays
+        "numpy": (numpy_kind, torch.from_numpy(np.asarray(numpy_keys).astype(np.int64)), *numpy_rest),
+        "torch": torch.get_rng_state(),
+        "device": accelerator.current().rng_state(),
+    }
+
+
+def set_generators(states: Mapping[str, Any]) -> None:
+    """Continue with ``states``, from :func:`generator_states`."""
+    random.setstate(states["random"])
+    numpy_kind, numpy_keys, *numpy_rest = states["numpy"]
+    np.random.set_state((numpy_kind, numpy_keys.numpy().astype(np.uint32), *numpy_rest))
+    torch.set_rng_state(states["torch"])
+    accelerator.current().set_rng_state(states.get("device"))

@@ -12,19 +12,18 @@ counts bytes can replace them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
-from slime.backends.megatron_utils.checkpoint.tensors import LocalTensor, Owned, Place, stored
+from slime.backends.megatron_utils.checkpoint.tensors import LocalTensor, ModelTensors, Owned, stored
 from slime.backends.megatron_utils.precision.quantization import readable
 from slime.backends.protocols import Recipients
-from slime.models.family import Rule
 
 _ALIGNMENT = 16  # bytes: a tensor of any dtype may begin there
 
@@ -101,17 +100,6 @@ def groups_of_rank() -> Groups:
     )
 
 
-class Tensors(Protocol):
-    """The parts of ``ModelTensors`` that the gather reads."""
-
-    @property
-    def local(self) -> Mapping[Place, LocalTensor]: ...
-    @property
-    def num_local_experts(self) -> int: ...
-    def rule(self, place: Place) -> Rule: ...
-    def expert(self, place: Place, expert_rank: int) -> int: ...
-
-
 @dataclass(frozen=True)
 class Gather:
     """Gathers the tensors of one model. All ranks of the model use it with the same buckets and recipients.
@@ -120,7 +108,7 @@ class Gather:
         read: the value of a rank's tensor, of the tensor's shape and dtype.
     """
 
-    tensors: Tensors
+    tensors: ModelTensors
     groups: Groups
     recipients: Recipients
     read: Callable[[LocalTensor], torch.Tensor] = stored

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -35,7 +35,6 @@ from slime.backends.megatron_utils.checkpoint.tensors import (
 from slime.backends.protocols import EVERY_RANK, SOURCE, NamedTensor, Recipients
 from slime.backends.training.adapter_files import save_adapter
 from slime.backends.training.hf_files import TensorReader, raise_everywhere
-from slime.models.family import Family
 from slime.models.lora import LoraConfig
 from slime.models.shape import ModelShape
 from slime.utils.distributed_utils import files_group
@@ -48,23 +47,8 @@ _BUCKET_BYTES = 512 * 1024**2
 _NEVER_READ = (r".*\.rotary_emb\.inv_freq",)
 
 
-class Shape(Protocol):
-    """The fields of the model's shape that the conversion reads besides Megatron's config."""
-
-    @property
-    def model_type(self) -> str: ...
-    @property
-    def family(self) -> Family: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def is_tied(self) -> bool: ...
-    @property
-    def num_mtp_layers(self) -> int: ...
-
-
 @torch.no_grad()
-def load_weights(model: Any, shape: Shape, directory: str, flag: str, *, has_lm_head: bool = True) -> None:
+def load_weights(model: Any, shape: ModelShape, directory: str, flag: str, *, has_lm_head: bool = True) -> None:
     """Fill every parameter of ``model`` from the safetensors files in ``directory``. A collective.
 
     Args:
@@ -160,7 +144,7 @@ def _unknown(names: Sequence[str], tensors: ModelTensors, reader: TensorReader, 
 @torch.no_grad()
 def export_weights(
     model: Any,
-    shape: Shape,
+    shape: ModelShape,
     bucket_bytes: int = _BUCKET_BYTES,
     recipients: Recipients = EVERY_RANK,
     *,

@@ -9,12 +9,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import random
 import re
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from megatron.core import dist_checkpointing, tensor_parallel
 from megatron.core import parallel_state as mpu
@@ -30,8 +28,8 @@ from slime.backends.training.checkpoint_source import Source
 from slime.backends.training.context_parallel import Sharding
 from slime.backends.training.damage import DAMAGE, unfit, unreadable
 from slime.backends.training.hf_files import raise_everywhere
+from slime.backends.training.pieces import generator_states, set_generators
 from slime.models.shape import ModelShape
-from slime.utils import accelerator
 from slime.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -290,24 +288,11 @@ def _rng_state() -> ShardedObject:
     """One state per model-parallel position. Data-parallel ranks share it, as they share the seed."""
     position = (mpu.get_pipeline_model_parallel_rank(), mpu.get_tensor_model_parallel_rank())
     size = (mpu.get_pipeline_model_parallel_world_size(), mpu.get_tensor_model_parallel_world_size())
-    numpy_state: Any = np.random.get_state(legacy=True)
-    numpy_kind, numpy_keys, *numpy_rest = numpy_state
-    state = {
-        "random": random.getstate(),
-        "numpy": (numpy_kind, torch.from_numpy(numpy_keys.astype(np.int64)), *numpy_rest),
-        "torch": torch.get_rng_state(),
-        "device": accelerator.current().rng_state(),
-        "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
-    }
+    state = generator_states() | {"tracker": tensor_parallel.get_cuda_rng_tracker().get_states()}
     replica = mpu.get_data_parallel_rank(with_context_parallel=True)
     return ShardedObject("rng_state", [state], size, position, replica_id=replica)
 
 
 def _set_rng_state(loaded: list[dict[str, Any]]) -> None:
-    state = loaded[0]
-    random.setstate(state["random"])
-    numpy_kind, numpy_keys, *numpy_rest = state["numpy"]
-    np.random.set_state((numpy_kind, numpy_keys.numpy().astype(np.uint32), *numpy_rest))
-    torch.set_rng_state(state["torch"])
-    accelerator.current().set_rng_state(state.get("device"))
-    tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
+    set_generators(loaded[0])
+    tensor_parallel.get_cuda_rng_tracker().set_states(loaded[0]["tracker"])

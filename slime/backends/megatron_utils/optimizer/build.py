@@ -21,7 +21,7 @@ from slime.utils.errors import ConfigError
 
 def build_optimizer(
     chunks: list[Any],
-    args: OptimizerArgs,
+    settings: OptimizerArgs,
     precision: PrecisionArgs,
     muon: MuonArgs,
     *,
@@ -36,32 +36,32 @@ def build_optimizer(
     Raises:
         ConfigError: another optimizer than adam with sharded states, which Megatron cannot save.
     """
-    if args.optimizer != "adam" and args.use_distributed_optimizer:
+    if settings.optimizer != "adam" and settings.use_distributed_optimizer:
         raise ConfigError(
-            f"--use-distributed-optimizer works with --optimizer adam only: drop it for {args.optimizer}."
+            f"--use-distributed-optimizer works with --optimizer adam only: drop it for {settings.optimizer}."
         )
-    config = _config(args, precision)
+    config = _config(settings, precision)
     config.overlap_param_gather = chunks[0].ddp_config.overlap_param_gather
     _choose_torch()
-    match args.optimizer:
+    match settings.optimizer:
         case "adam" | "sgd":
             # main weights belong to Megatron, or in the mode for "precision-aware" optimizers to the optimizer
-            config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = args.optimizer_cpu_offload
+            config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = settings.optimizer_cpu_offload
             # ``init_distributed`` makes no gloo groups.
             optimizer = get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
         case "muon" | "dist_muon":
-            optimizer = build_muon(config, chunks, muon, is_layer_wise=args.optimizer == "dist_muon")
+            optimizer = build_muon(config, chunks, muon, is_layer_wise=settings.optimizer == "dist_muon")
         case other:
             raise ValueError(f"--optimizer {other} is not supported")
     on_host = HostUpdate(
-        args.optimizer_offload_fraction,
-        overlaps=args.overlap_cpu_optimizer_d2h_h2d,
-        num_threads=update_threads() if args.optimizer_cpu_offload else None,
+        settings.optimizer_offload_fraction,
+        overlaps=settings.overlap_cpu_optimizer_d2h_h2d,
+        num_threads=update_threads() if settings.optimizer_cpu_offload else None,
     )
     for part in parts_of(optimizer):
         if is_stateless:
-            _forget_moments(part, args)
-        elif args.optimizer_cpu_offload:
+            _forget_moments(part, settings)
+        elif settings.optimizer_cpu_offload:
             keep_states_on_host(part, on_host)
         elif getattr(part, "init_state_fn", _zero_momentum) is None:
             part.init_state_fn = (
@@ -90,34 +90,40 @@ def parts_of(optimizer: Any) -> list[Any]:
     return list(optimizer.chained_optimizers) if isinstance(optimizer, ChainedOptimizer) else [optimizer]
 
 
-def _config(args: OptimizerArgs, precision: PrecisionArgs) -> OptimizerConfig:
+# Flags that have the names of Megatron's fields.
+_SAME = (
+    "optimizer",
+    "lr",
+    "min_lr",
+    "weight_decay",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_eps",
+    "sgd_momentum",
+    "clip_grad",
+)
+
+
+def _config(settings: OptimizerArgs, precision: PrecisionArgs) -> OptimizerConfig:
     dtype = getattr(torch, weights_dtype(fp16=precision.fp16, fp32=precision.fp32))
     return OptimizerConfig(
-        optimizer=args.optimizer,
-        lr=args.lr,
-        min_lr=args.min_lr,
-        weight_decay=args.weight_decay,
-        adam_beta1=args.adam_beta1,
-        adam_beta2=args.adam_beta2,
-        adam_eps=args.adam_eps,
-        sgd_momentum=args.sgd_momentum,
-        clip_grad=args.clip_grad,
+        **{name: vars(settings)[name] for name in _SAME},
         bf16=dtype.itemsize == 2 and not precision.fp16,
         fp16=precision.fp16,
         params_dtype=dtype,
         initial_loss_scale=2.0**16,  # fp16 only: Megatron's 2**32 skips dozens of steps at the start
-        use_distributed_optimizer=args.is_distributed,
+        use_distributed_optimizer=settings.is_distributed,
         fp8_recipe=precision.fp8_recipe if precision.fp8 else None,
     )
 
 
-def _forget_moments(part: Any, args: OptimizerArgs) -> None:
+def _forget_moments(part: Any, settings: OptimizerArgs) -> None:
     """Let ``part`` step with :class:`StatelessAdam`: same parameter groups, no state, not even for a checkpoint."""
     if part.optimizer is None:  # nothing to train on this rank
         return
     groups = part.optimizer.param_groups  # the same objects: Megatron and the schedule keep references to them
-    betas = (args.adam_beta1, args.adam_beta2)
-    stateless = StatelessAdam([torch.empty(0)], args.lr, betas, args.adam_eps, args.weight_decay)
+    betas = (settings.adam_beta1, settings.adam_beta2)
+    stateless = StatelessAdam([torch.empty(0)], settings.lr, betas, settings.adam_eps, settings.weight_decay)
     stateless.param_groups = groups
     part.optimizer = stateless
     part.init_state_fn = _no_state
@@ -153,7 +159,7 @@ def reset_moments(optimizer: Any) -> None:
                 group["step"] = 0
 
 
-def build_scheduler(optimizer: Any, args: OptimizerArgs, *, num_steps: int, global_batch_size: int) -> Any:
+def build_scheduler(optimizer: Any, settings: OptimizerArgs, *, num_steps: int, global_batch_size: int) -> Any:
     """The schedule, counted in rollouts: a step advances it by the rollouts it trained on.
 
     Always needed: it also exempts norms and biases from weight decay.
@@ -164,11 +170,11 @@ def build_scheduler(optimizer: Any, args: OptimizerArgs, *, num_steps: int, glob
     Raises:
         ConfigError: the warm-up is not shorter than the decay.
     """
-    schedule = RateSchedule.of(args, num_steps=num_steps, global_batch_size=global_batch_size)
+    schedule = RateSchedule.of(settings, num_steps=num_steps, global_batch_size=global_batch_size)
     return OptimizerParamScheduler(
         optimizer,
         **asdict(schedule),
-        use_checkpoint_opt_param_scheduler=args.use_checkpoint_opt_param_scheduler,
+        use_checkpoint_opt_param_scheduler=settings.use_checkpoint_opt_param_scheduler,
         # by default the command line decides, and a checkpoint gives only the number of steps
-        override_opt_param_scheduler=not args.use_checkpoint_opt_param_scheduler,
+        override_opt_param_scheduler=not settings.use_checkpoint_opt_param_scheduler,
     )

@@ -174,7 +174,7 @@ class Muon(torch.optim.Optimizer):
         return (group, dim - 2) if is_divided and self._mode != "blockwise" else (None, -1)
 
 
-def build_muon(config: OptimizerConfig, chunks: list[Any], args: MuonArgs, *, is_layer_wise: bool) -> Any:
+def build_muon(config: OptimizerConfig, chunks: list[Any], settings: MuonArgs, *, is_layer_wise: bool) -> Any:
     """Megatron's Muon optimizer for ``chunks`` with our class in place of one from a package that is not on PyPI.
 
     Args:
@@ -185,14 +185,7 @@ def build_muon(config: OptimizerConfig, chunks: list[Any], args: MuonArgs, *, is
         ConfigError: a rank has no matrix for Muon to train. Raised on all ranks.
     """
     _check_matrices(chunks, is_layer_wise=is_layer_wise)
-    config.muon_momentum = args.muon_momentum
-    config.muon_use_nesterov = args.muon_use_nesterov
-    config.muon_num_ns_steps = args.muon_num_ns_steps
-    config.muon_scale_mode = args.muon_scale_mode
-    config.muon_extra_scale_factor = args.muon_extra_scale_factor
-    config.muon_split_qkv = args.muon_split_qkv
-    config.muon_tp_mode = args.muon_tp_mode
-    config.muon_fp32_matmul_prec = args.muon_fp32_matmul_prec
+    vars(config).update(vars(settings))  # Megatron's fields have the names of the flags
     with _our_class(has_output_gate=chunks[0].config.attention_output_gate):
         optimizer = muon.get_megatron_muon_optimizer(
             config, chunks, use_gloo_process_groups=False, layer_wise_distributed_optimizer=is_layer_wise
