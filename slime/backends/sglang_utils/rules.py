@@ -424,18 +424,15 @@ def _shared_with_source(args: Namespace) -> Iterator[str]:
         topology = topology_of(args)
     except ConfigError:  # reported by the rule of the file
         return
+    trained = {model.name for model in topology.models if model.updates_weights}
     for name, places in topology.places(args.hf_checkpoint).items():
         for place in places:
-            if place.first_slot == 0 and place.num_gpus > args.world_size and _is_trained(topology, name):
+            if name in trained and place.first_slot == 0 and place.num_gpus > args.world_size:
                 yield (
                     f"--colocate: engine {place.rank} has {place.num_gpus} GPUs and the trainer only "
                     f"{args.world_size} of them, so they cannot exchange weights on the GPUs they share: make engines "
                     f"smaller ({_WIDTH}), or use --update-weight-transport disk."
                 )
-
-
-def _is_trained(topology: Topology, name: str) -> bool:
-    return any(model.updates_weights for model in topology.models if model.name == name)
 
 
 RULES: tuple[Rule, ...] = (
