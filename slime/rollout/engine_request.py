@@ -288,10 +288,18 @@ def check_reply(request: EngineRequest, sample: Sample, reply: Any) -> dict[str,
     if lacks_sets(request.payload, meta):
         if (meta.get("finish_reason") or {}).get("type") == "abort":
             # The engine had put the request back into its queue and aborted it there: it returns the tokens without
-            # their sets. Such tokens cannot be trained, so the reply counts as one without tokens.
-            return reply | {"text": "", "meta_info": meta | {"output_token_logprobs": [], "completion_tokens": 0}}
+            # their sets. Such tokens cannot be trained.
+            return _without_tokens(reply)
         raise EngineError(f"sample {sample.index}: {LACKS_SETS}")
     return reply
+
+
+def _without_tokens(reply: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        **reply,
+        "text": "",
+        "meta_info": reply["meta_info"] | {"output_token_logprobs": [], "completion_tokens": 0},
+    }
 
 
 def append_reply(
@@ -308,6 +316,8 @@ def append_reply(
     Args:
         is_finished: False for the first part of a response, whose stream was closed.
     """
+    if (reply["meta_info"].get("finish_reason") or {}).get("type") == "abort":
+        reply = _of_abort(reply, sampling_params, stop_token_ids(args.hf_checkpoint, sampling_params, tokenizer))
     meta = reply["meta_info"]
     tokens, log_probs = sampled_tokens(meta)
     sample.append_response_tokens(
@@ -316,6 +326,23 @@ def append_reply(
     if args.deterministic_mode:
         note_part(sample, meta.get("weight_version"))
     cut_stop_token(args, sample, sampling_params, tokenizer, meta.get("finish_reason"))
+
+
+def _of_abort(reply: Mapping[str, Any], sampling_params: Mapping[str, Any], stop_ids: set[int]) -> Mapping[str, Any]:
+    """The reply as one that stopped, if its response is complete: it must not be continued after its stop token.
+
+    SGLang does not look for stop tokens and strings in the step that aborts a request. With speculative decoding such a
+    step may sample tokens after the stop token: then its tokens do not count.
+    """
+    tokens, _ = sampled_tokens(reply["meta_info"])
+    is_stop = [not sampling_params.get("ignore_eos") and int(token) in stop_ids for token in tokens]
+    if any(is_stop[:-1]):
+        return _without_tokens(reply)
+    strings = sampling_params.get("stop") or ()
+    has_string = any(string in reply["text"] for string in ([strings] if isinstance(strings, str) else strings))
+    if not has_string and not any(is_stop):
+        return reply
+    return {**reply, "meta_info": reply["meta_info"] | {"finish_reason": {"type": "stop"}}}
 
 
 def stop_token_ids(hf_checkpoint: str | None, sampling_params: Mapping[str, Any], tokenizer: Any) -> set[int]:

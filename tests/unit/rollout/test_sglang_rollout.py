@@ -176,6 +176,27 @@ def test_an_aborted_sample_continues_from_its_tokens_with_what_is_left(setup):
     assert len(sample.rollout_log_probs) == 4
 
 
+@pytest.mark.parametrize(
+    ("tokens", "text", "params", "expected"),
+    [
+        ([5, "end"], "7<|im_end|>", {}, ("completed", "7", 2)),
+        ([5, "end"], "7<|im_end|>", {"ignore_eos": True}, ("aborted", "7<|im_end|>", 2)),
+        ([5, 6], "7", {"stop_token_ids": [6]}, ("completed", "7", 2)),
+        ([5, 6], "7\n\n", {"stop": ["\n\n"]}, ("completed", "7\n\n", 2)),
+        ([5, 6], "7", {"stop": "\n\n"}, ("aborted", "7", 2)),
+        ([5, "end", 6], "7<|im_end|>8", {}, ("aborted", "", 0)),  # a step of speculative decoding
+    ],
+)
+def test_a_response_that_is_complete_when_it_is_aborted_is_not_continued(setup, tokens, text, params, expected):
+    server, args = setup()
+    end = GenerateState(args).tokenizer.eos_token_id
+    ids = [end if token == "end" else token for token in tokens]
+    server.on_generate = lambda p, n: (200, completion(p, ids, "abort", text=text))
+    sample = Sample(prompt="1+1=")
+    run(generate(args, sample, {"max_new_tokens": 8} | params))
+    assert (sample.status.value, sample.response, sample.response_length) == expected
+
+
 def test_the_context_length_caps_the_response_and_no_room_means_truncated(setup):
     server, args = setup(rollout_max_context_len=7)
     generate_one(args, Sample(prompt="1+1="))
