@@ -169,9 +169,10 @@ class Replay:
 async def _advance_sample(args: Namespace, sample: Any, row: Planned, version: int, params: dict[str, Any]) -> Any:
     if is_given_up(sample):
         return sample
-    if sample.status in FINISHED:
-        return await generate_and_rm(args, sample, params)  # a restored sample lacks its reward
     state, begin, fails = GenerateState(args), 0, row.failed == "generate"
+    is_over = not fails and max(_versions([row]), default=version) < version  # aborted with its last possible token
+    if sample.status in FINISHED or is_over:
+        return await generate_and_rm(args, sample, params)  # a restored sample lacks its reward
     known = [part for part in row.parts if part[0] is not None]
     for place, (part_version, end) in enumerate(known if fails else row.parts):
         is_open = sample.status in (Sample.Status.PENDING, Sample.Status.ABORTED)

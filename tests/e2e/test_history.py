@@ -20,13 +20,14 @@ from tests.e2e.test_loop import grpo_flags
 def recorded(tiny_task, tmp_path_factory):
     """An asynchronous run of six rollouts, of which two may be under way beside the trainer: its folder.
 
-    A checkpoint follows every second one.
+    Newer weights continue the responses that the end of a rollout aborts. A checkpoint follows every second one.
     """
     output = tmp_path_factory.mktemp("recorded")
     exact = shown_flags("docs/reproducibility.md", "--deterministic-mode")
     flags = grpo_flags(
         *(tiny_task, output, *exact, "--async-buffer-size", 2, "--num-rollout", 6, "--record-samples", 128),
-        *("--save", output / "checkpoints", "--save-interval", 2),
+        *("--save", output / "checkpoints", "--save-interval", 2, "--partial-rollout"),
+        *("--over-sampling-batch-size", 24, "--sglang-max-running-requests", 44),
     )
     finished = run_train(flags, output, script="train_async.py")
     assert finished.status == 0, finished.output[-4000:]

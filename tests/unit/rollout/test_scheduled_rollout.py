@@ -164,6 +164,27 @@ def test_a_branch_continues_samples_that_earlier_weights_began(setup, tmp_path):
     assert request["sampling_params"]["max_new_tokens"] == LENGTH - 3
 
 
+def test_a_sample_that_was_aborted_with_its_last_token_is_rewarded_in_a_branch(setup, tmp_path):
+    cut, whole = [[0, 3], [1, LENGTH]], [[0, LENGTH]]
+    write(tmp_path, {0: [[0, 0, 0, whole], [0, 1, 0, whole]], 1: [[1, 2, 0, cut], [1, 3, 0, whole]]})
+    args, model = setup(rollout_batch_size=1)
+    source = RolloutDataSourceWithBuffer(args)
+    generate_rollout(args, 0, source)
+    model.version = 1
+    recorded = generate_rollout(args, 1, source).samples
+    scheduled_rollout._replay = None
+    source = RolloutDataSourceWithBuffer(args)
+    _, second = source.get_samples(2)
+    for sample, known, count in zip(second, iter_samples(recorded), (3, LENGTH), strict=True):
+        tokens = known.tokens[: len(known.tokens) - LENGTH + count]
+        sample.tokens, sample.response_length, sample.status = tokens, count, Sample.Status.ABORTED
+        sample.loss_mask, sample.rollout_log_probs = [1] * count, known.rollout_log_probs[:count]
+        sample.weight_versions = ["0"]
+    source.add_samples([second])
+    again = generate_rollout(args, 1, source).samples
+    assert tokens_of(again) == tokens_of(recorded)
+
+
 def test_a_part_that_an_engine_aborts_is_continued_and_groups_in_no_batch_do_not_stay_in_the_data_buffer(
     setup, tmp_path
 ):
