@@ -238,7 +238,8 @@ def plan(words: Sequence[str]) -> int:
         return _refuse(resolved.problems, options.json)
     title = PurePath(str(args.hf_checkpoint)).name if args.hf_checkpoint else "no checkpoint"
     driver = "train_async.py" if command.is_async else "train.py"
-    is_cpu, device_bytes, host_bytes = _judged_for(args, memory_gib, options.host_memory_gb)
+    has_others = args.actor_num_nodes > 1 or "num_layers" in args.given
+    is_cpu, device_bytes, host_bytes = _judged_for(memory_gib, options.host_memory_gb, is_about_others=has_others)
     result = build(
         args,
         title=f"{driver} · {title}",
@@ -260,7 +261,7 @@ def plan(words: Sequence[str]) -> int:
     return 0 if result.is_startable else 2
 
 
-def _judged_for(args: Namespace, device_gib: float | None, host_gib: float | None) -> tuple[bool, int, int]:
+def _judged_for(device_gib: float | None, host_gib: float | None, *, is_about_others: bool) -> tuple[bool, int, int]:
     """Whether the run is planned for this machine's CPU, and the memory in bytes of a device and of a node.
 
     On a machine without GPUs it is, unless the command is about others: the memory of their GPUs, more nodes, a running
@@ -272,8 +273,7 @@ def _judged_for(args: Namespace, device_gib: float | None, host_gib: float | Non
     from slime.config.plan.devices import gpu_bytes
     from slime.utils import accelerator
 
-    is_elsewhere = device_gib is not None or bool(os.environ.get("RAY_ADDRESS"))
-    is_elsewhere = is_elsewhere or args.actor_num_nodes > 1 or "num_layers" in args.given
+    is_elsewhere = is_about_others or device_gib is not None or bool(os.environ.get("RAY_ADDRESS"))
     if accelerator.current().is_cpu and not is_elsewhere:
         return True, 0, round(host_gib * 2**30) if host_gib else psutil.virtual_memory().total
     device_gib = device_gib or gpu_bytes() / 2**30 or DEVICE_MEMORY_GIB

@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import shutil
-from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -62,7 +61,7 @@ _DOWNLOAD = "download it again: hf download <model> --local-dir {0}"
 def weights(situation: Situation) -> Iterator[Finding]:
     """Every file of the index exists and is complete."""
     path = situation.args.hf_checkpoint if situation.args is not None else None
-    if path is None or not Path(path).is_dir():
+    if path is None or not _is_folder(path):
         return  # reported by the checks of the arguments
     root, fix = Path(path), _DOWNLOAD.format(path)
     try:
@@ -133,7 +132,7 @@ _MESSAGES = [{"role": "user", "content": "How much is 2 + 2?"}]
 def tokenizer(situation: Situation) -> Iterator[Finding]:
     """Text survives encoding and decoding, and every id has a row in the embedding."""
     args = situation.args
-    if args is None or not _has_checkpoint(args):
+    if args is None or not _is_folder(args.hf_checkpoint):
         return
     try:
         words = load_tokenizer(args.hf_checkpoint, trust_remote_code=True)  # as the run does
@@ -161,7 +160,7 @@ def tokenizer(situation: Situation) -> Iterator[Finding]:
 def chat_template(situation: Situation) -> Iterator[Finding]:
     """The chat template renders, if prompts use it."""
     args = situation.args
-    if args is None or not args.apply_chat_template or not _has_checkpoint(args):
+    if args is None or not args.apply_chat_template or not _is_folder(args.hf_checkpoint):
         return
     try:
         words = load_tokenizer(args.hf_checkpoint, trust_remote_code=True)
@@ -208,8 +207,8 @@ def _row(what: str, path: str, input_key: str, label_key: str | None) -> Iterato
         yield ok(what, has)
 
 
-def _has_checkpoint(args: Namespace) -> bool:
-    return args.hf_checkpoint is not None and Path(args.hf_checkpoint).is_dir()
+def _is_folder(path: str | None) -> bool:
+    return path is not None and Path(path).is_dir()
 
 
 # Bytes that must stay free for logs and metrics.

@@ -41,16 +41,13 @@ class TrainProfiler:
     def __init__(self, args: Namespace, rank: int) -> None:
         self._settings = from_args(ProfileArgs, args)
         self._rank = rank
-        self._directory = self._trace_directory(args)
+        named = self._settings.tensorboard_dir
+        if named is None and self._settings.use_pytorch_profiler:
+            named = str(run_directory(args) / "profile")
+        self._directory = Path(named or ".")
         self._num_rollouts = 0
         self._overall: Any = None
         self._memory: _AllocatorHistory | _Memray | None = None
-
-    def _trace_directory(self, args: Namespace) -> Path:
-        named = self._settings.tensorboard_dir
-        if named is not None or not self._settings.use_pytorch_profiler:
-            return Path(named or ".")
-        return run_directory(args) / "profile"
 
     def begin(self) -> None:
         """Start the profiles of whole rollouts."""

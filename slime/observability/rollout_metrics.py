@@ -74,12 +74,12 @@ def log_rollout_data(
     metrics |= dict_add_prefix(compute_metrics_from_samples(args, samples, trained), "rollout/")
     # only if needed: a reward of a user may lack the key
     needs_raw = args.log_correct_samples or args.log_passrate
-    raw = [_raw_reward(args, sample) for sample in samples] if needs_raw else []
+    raw = [_raw_reward(args.reward_key, sample) for sample in samples] if needs_raw else []
     if args.log_correct_samples:
         metrics |= dict_add_prefix(_correct_samples(samples, raw, args.rollout_max_response_len), "rollout/")
     metrics |= dict_add_prefix(_weight_version_lag(rollout_id, samples), "rollout/weight_version_lag/")
     metrics |= dict_add_prefix(_token_counts(samples, trained, metrics), "rollout/")
-    metrics |= _rewards_by_source(args, samples)
+    metrics |= _rewards_by_source(vars(args).get("prompt_data") or "", args.reward_key, samples)
     if args.log_multi_turn and samples:
         metrics |= dict_add_prefix(_multi_turn(samples, trained, args.rollout_max_response_len), "multi_turn/")
     if args.log_passrate:
@@ -219,19 +219,21 @@ def _zero_std(samples: Sequence[Sample], rewards: Sequence[Any]) -> dict[str, fl
     return {f"zero_std/count_{reward}": float(count) for reward, count in counts.items()}
 
 
-def _raw_reward(args: Namespace, sample: Sample) -> Any:
+def _raw_reward(key: str | None, sample: Sample) -> Any:
     """The grader's reward, before a user's shaping."""
     reward = sample.metadata.get("raw_reward") if sample.metadata else None
-    return sample.get_reward_value(args) if reward is None else reward
+    if reward is not None:
+        return reward
+    return sample.reward[key] if key else sample.reward
 
 
-def _rewards_by_source(args: Namespace, samples: Sequence[Sample]) -> dict[str, float]:
+def _rewards_by_source(prompt_data: str, key: str | None, samples: Sequence[Sample]) -> dict[str, float]:
     """``rollout/source/<name>/raw_reward`` of each source of ``--prompt-data`` that has a name."""
-    names = {source.name for source in parse_sources(vars(args).get("prompt_data") or "")} - {""}
+    names = {source.name for source in parse_sources(prompt_data)} - {""}
     rewards: dict[str, list[Any]] = defaultdict(list)
     for sample in samples if names else ():
         if (name := (sample.metadata or {}).get("source_name")) in names:
-            rewards[name].append(_raw_reward(args, sample))
+            rewards[name].append(_raw_reward(key, sample))
     means = {name: mean_reward(values) for name, values in rewards.items()}
     return {f"rollout/source/{name}/raw_reward": value for name, mean in means.items() for value in mean.values()}
 

@@ -171,6 +171,9 @@ def _start(wandb: Any, args: Namespace, mode: str) -> Any:
     if args.wandb_random_suffix:
         group = f"{group}_{run_id}"
         name = f"{group}-RANK_{args.rank}"
+    config: dict[str, Any] = hide_secrets(copy.deepcopy(vars(args)))
+    if "SLURM_JOB_ID" in os.environ:
+        config["env_vars"] = {"SLURM_JOB_ID": os.environ["SLURM_JOB_ID"]}
     return wandb.init(
         id=run_id,
         mode=mode,
@@ -179,16 +182,9 @@ def _start(wandb: Any, args: Namespace, mode: str) -> Any:
         project=args.wandb_project or "slime",
         group=group,
         name=name,
-        config=_config(args),
+        config=config,
         resume="allow",
     )
-
-
-def _config(args: Namespace) -> dict[str, Any]:
-    config: dict[str, Any] = hide_secrets(copy.deepcopy(vars(args)))
-    if "SLURM_JOB_ID" in os.environ:
-        config["env_vars"] = {"SLURM_JOB_ID": os.environ["SLURM_JOB_ID"]}
-    return config
 
 
 def _library(name: str, flag: str) -> Any:

@@ -16,12 +16,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from slime.config.groups import from_args
 from slime.data.prompts import Dataset, Mixture, StreamingDataset, draw_rows
 from slime.data.sample import Sample, SampleGroup, as_groups, iter_samples
 from slime.hooks.load import can_be_called, load_function, parameter_names
 from slime.rollout.base_types import complete_args
 from slime.rollout.failures import fresh_copy
-from slime.rollout.prompt_data import load_dataset, open_stream
+from slime.rollout.prompt_data import PromptData
 from slime.rollout.source_state import (
     FIX,
     changes,
@@ -101,13 +102,13 @@ class RolloutDataSource(DataSource):
 
     @functools.cached_property
     def dataset(self) -> Dataset | None:
-        return load_dataset(self.args) if self._reads_prompts and not self._is_stream else None
+        return from_args(PromptData, self.args).dataset() if self._reads_prompts and not self._is_stream else None
 
     @functools.cached_property
     def stream(self) -> StreamingDataset | Mixture | None:
         """Of ``--streaming-data``, or of several sources."""
         is_stream = self._reads_prompts and self._is_stream and vars(self).get("dataset") is None
-        return open_stream(self.args) if is_stream else None
+        return from_args(PromptData, self.args).stream() if is_stream else None
 
     @property
     def _is_stream(self) -> bool:
@@ -314,7 +315,7 @@ def make_data_source(maker: Callable[..., Any], args: Namespace) -> Any:
     """
     complete_args(args)
     if parameter_names(maker)[:2] == ["dataset", "args"]:
-        dataset = None if args.prompt_data is None else load_dataset(args)
+        dataset = None if args.prompt_data is None else from_args(PromptData, args).dataset()
         source = maker(dataset, args)
     else:
         source = maker(args) if can_be_called(maker, ("args",)) else maker()
@@ -351,7 +352,8 @@ def takes_samples(function: Callable[..., Any], args: Any) -> bool:
             return True
         return True
 
-    return function is not pop_first and not works_on(_made_up(args)) and works_on(list(iter_samples(_made_up(args))))
+    made_up = functools.partial(_made_up, args.reward_key, max(1, args.n_samples_per_prompt))
+    return function is not pop_first and not works_on(made_up()) and works_on(list(iter_samples(made_up())))
 
 
 def choose(
@@ -383,9 +385,7 @@ def choose(
     return groups
 
 
-def _made_up(args: Any) -> list[SampleGroup]:
-    key, size = args.reward_key, max(1, args.n_samples_per_prompt)
-
+def _made_up(key: str | None, size: int) -> list[SampleGroup]:
     def sample(index: int) -> Sample:
         reward = float(index % 2)
         return Sample(

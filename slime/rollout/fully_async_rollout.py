@@ -20,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import logging
+import math
 import queue
 import threading
 from argparse import Namespace
@@ -296,6 +297,7 @@ async def _generate_rollout_async(args: Namespace, rollout_id: int, data_buffer:
     groups: list[SampleGroup] = []
     all_groups: list[SampleGroup] = []
     limit_s, flag = _patience(args)
+    bound = args.max_weight_staleness
     try:
         while len(groups) < args.rollout_batch_size:
             deadline = Deadline(limit_s, "the next group of the fully-async worker", flag)
@@ -303,7 +305,7 @@ async def _generate_rollout_async(args: Namespace, rollout_id: int, data_buffer:
             wanted = args.rollout_batch_size - len(groups)
             for number, group in sorted(worker.get_completed_groups(wanted, is_held=True)):
                 prompt = worker.prompt_of(number)
-                if _is_stale(args, rollout_id, group):
+                if _lag(rollout_id, group) > (math.inf if bound is None else bound):
                     metrics["rollout/stale_groups"] += 1
                     metrics["rollout/stale_tokens"] += sum(sample.response_length for sample in iter_samples(group))
                     # Without the tokens of old weights, or the group would be stale again.
@@ -311,7 +313,7 @@ async def _generate_rollout_async(args: Namespace, rollout_id: int, data_buffer:
                     record("stale", [again])
                     await call_in_thread(worker.put_back, again)
                     worker.release(1)
-                    _check_not_hopeless(args, rollout_id, metrics["rollout/stale_groups"])
+                    _check_not_hopeless(rollout_id, metrics["rollout/stale_groups"], args.rollout_batch_size, bound)
                     continue
                 failures.check(group)
                 all_groups.append(group)
@@ -347,20 +349,18 @@ def _patience(args: Namespace) -> tuple[float, str]:
     return attempts * args.custom_generate_timeout + rewards_s, "--custom-generate-timeout"
 
 
-def _is_stale(args: Namespace, rollout_id: int, group: SampleGroup) -> bool:
-    bound = args.max_weight_staleness
-    if bound is None:
-        return False
+def _lag(rollout_id: int, group: SampleGroup) -> int:
+    """Age of the oldest weights that wrote into a group, in rollouts. 0 if they are unknown."""
     # An engine that never received weights reports text instead of a number.
     versions = [int(v) for sample in iter_samples(group) for v in sample.weight_versions if str(v).isdecimal()]
-    return bool(versions) and rollout_id - min(versions) > bound
+    return rollout_id - min(versions, default=rollout_id)
 
 
-def _check_not_hopeless(args: Namespace, rollout_id: int, num_stale: int) -> None:
-    if num_stale > _MAX_STALE_PER_TARGET * args.rollout_batch_size:
+def _check_not_hopeless(rollout_id: int, num_stale: int, target: int, bound: int) -> None:
+    if num_stale > _MAX_STALE_PER_TARGET * target:
         raise DataError(
             f"rollout {rollout_id}: {num_stale} groups in a row lag more than --max-weight-staleness "
-            f"{args.max_weight_staleness} rollouts behind: engine weights are older than that. The bound must be at "
+            f"{bound} rollouts behind: engine weights are older than that. The bound must be at "
             "least --update-weights-interval minus 1."
         )
 

@@ -116,7 +116,7 @@ class Replay:
         """Give the samples of a drawn group the parts that weights before this run generated."""
         rows = self._plans[number]
         begun = min(_versions(rows), default=self._first) < self._first
-        if len(group) != len(rows) and (begun or not is_custom(self.args, group)):
+        if len(group) != len(rows) and (begun or not self._is_custom(group)):
             raise DataError(
                 f"{_FLAG} {self.path} has {len(rows)} samples of group {number}, and --n-samples-per-prompt is "
                 f"{len(group)}: it cannot change, and a branch cannot continue a group to which a custom generate "
@@ -136,6 +136,11 @@ class Replay:
             restore(sample, recorded, ends, GenerateState(self.args).tokenizer)
         return group
 
+    def _is_custom(self, group: SampleGroup) -> bool:
+        """Whether a user's function generates the samples of ``group``."""
+        first = next(iter_samples(group))
+        return (first.generate_function_path or self.args.custom_generate_function_path) is not None
+
     async def _advance(self, number: int, version: int) -> None:
         """Generate the parts of one group that these weights generated."""
         args, group, rows = self.args, self._groups[number], self._plans[number]
@@ -144,7 +149,7 @@ class Replay:
         # as in generate_and_rm_group, which is called for custom functions only
         for sample in iter_samples(group):
             sample.session_id = sample.session_id or str(uuid4())
-        if is_custom(args, group):
+        if self._is_custom(group):
             if len(_versions(rows)) > 1:
                 raise DataError(
                     f"{_FLAG} {self.path}: weights changed while a custom generate function made group {number}: "
@@ -200,12 +205,6 @@ async def _give_up(args: Namespace, sample: Sample) -> None:
     give_up(sample, "generate", DataError("replayed"), "this sample had failed in the recorded run")
     if not args.group_rm:
         await score(args, sample)
-
-
-def is_custom(args: Namespace, group: SampleGroup) -> bool:
-    """Whether a user's function generates the samples of ``group``."""
-    first = next(iter_samples(group))
-    return (first.generate_function_path or args.custom_generate_function_path) is not None
 
 
 def restore(sample: Sample, recorded: Sample, ends: Sequence[int], tokenizer: Any) -> None:
