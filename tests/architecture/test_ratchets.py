@@ -15,12 +15,12 @@ from tests.architecture.sources import ROOT, Module, modules
 
 # Name of a measure -> today's number. Measures in LEAST must not fall below it, all others must not exceed it.
 LIMITS: dict[str, float] = {
-    "files": 412,
-    "lines": 77070,
-    "small files, %": 23.1,
-    "functions that take args, %": 6.44,
-    "writes to args": 3,
-    "getattr and hasattr per 1000 lines": 1.98,
+    "files": 401,
+    "lines": 76665,
+    "small files, %": 20.3,
+    "functions that take args, %": 5.85,
+    "writes to args": 0,
+    "getattr and hasattr per 1000 lines": 1.93,
     "broad except per 1000 lines": 0.38,
     "comments per 1000 lines": 35,
     "modules imported by one file": 20,
