@@ -21,6 +21,7 @@ from itertools import groupby
 from pathlib import Path, PurePath
 
 from slime.config.help_text import HINT, HelpFormatter, terminal_width
+from slime.utils.misc import as_float
 
 DEVICE_MEMORY_GIB = 80.0
 _MOST_GIB = 1e6
@@ -179,11 +180,8 @@ def _parser(name: str, takes: str) -> argparse.ArgumentParser:
 
 
 def _gib(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0  # reported below, like NaN and values out of range
-    if not 0 < number < _MOST_GIB:
+    number = as_float(text)
+    if number is None or not 0 < number < _MOST_GIB:  # false for NaN
         raise argparse.ArgumentTypeError(f"{text}: give the memory in GiB, such as {DEVICE_MEMORY_GIB:g}.")
     return number
 

@@ -64,6 +64,7 @@ class TurnRecord:
     rendered_whole: str = ""
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class MessageNode:
     """One message of a session. Its path from the root is a conversation.
 
@@ -73,22 +74,14 @@ class MessageNode:
         response_trained: a sample already trains on the turn. Others show it masked.
     """
 
-    def __init__(
-        self,
-        *,
-        role: str | None = None,
-        message: Message | None = None,
-        metadata: dict[str, Any] | None = None,
-        parent: MessageNode | None = None,
-    ) -> None:
-        self.role = role
-        self.message = message
-        self.metadata = dict(metadata or {})
-        self.parent = parent
-        self.children: list[MessageNode] = []
-        self.turn: TurnRecord | None = None
-        self.turn_index: int | None = None
-        self.response_trained = False
+    role: str | None = None
+    message: Message | None = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+    parent: MessageNode | None = None
+    children: list[MessageNode] = field(default_factory=list)
+    turn: TurnRecord | None = None
+    turn_index: int | None = None
+    response_trained: bool = False
 
     @property
     def is_root(self) -> bool:
@@ -195,10 +188,11 @@ class TrajectoryManager:
             reply = self._merge_rewrite(sid, node, prompt_messages[num_matched])
             node, num_matched = (reply, num_matched + 1) if reply else (node, num_matched)
         for message in prompt_messages[num_matched:]:
-            node = node.add_child(MessageNode(role=message.get("role"), message=message, metadata=metadata))
+            node = node.add_child(MessageNode(role=message.get("role"), message=message, metadata=dict(metadata or {})))
         usage.num_turns += 1
-        leaf = node.add_child(MessageNode(role="assistant", message=response_message, metadata=metadata))
+        leaf = MessageNode(role="assistant", message=response_message, metadata=dict(metadata or {}))
         leaf.turn, leaf.turn_index = turn, usage.num_turns
+        node.add_child(leaf)
 
     def _merge_rewrite(self, sid: str, node: MessageNode, message: Message) -> MessageNode | None:
         """Replace a short last reply by the text in which the client sent it back. Returns it if it was replaced."""

@@ -16,7 +16,7 @@ import functools
 import io
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -240,19 +240,15 @@ def load_processor(name_or_path: str, **kwargs: Any) -> Any:
 
 def media_to_state(inputs: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """``multimodal_inputs`` for a file: images as text."""
-    if inputs is None:
-        return None
-    return {
-        name: [encode_image_for_rollout_engine(image) for image in value] if name == "images" and value else value
-        for name, value in inputs.items()
-    }
+    return _with_images(inputs, encode_image_for_rollout_engine)
 
 
 def media_from_state(inputs: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """The inverse of :func:`media_to_state`."""
-    if inputs is None:
-        return None
-    return {
-        name: [_open_image(image) for image in value] if name == "images" and value else value
-        for name, value in inputs.items()
-    }
+    return _with_images(inputs, _open_image)
+
+
+def _with_images(inputs: Mapping[str, Any] | None, convert: Callable[[Any], Any]) -> dict[str, Any] | None:
+    images = (inputs or {}).get("images")
+    changed = {"images": [convert(image) for image in images]} if images else {}
+    return None if inputs is None else dict(inputs) | changed

@@ -24,7 +24,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from slime.data.sample import Sample
@@ -90,15 +90,38 @@ class TraceHandle:
         return str(self.carrier["trace_id"])
 
 
-@dataclass(slots=True)
-class TraceSpanContext:
+class TraceSpanContext(AbstractContextManager["TraceSpanContext"]):
     """The value of ``with trace_span(...) as span``. Attributes set on it are stored with the span's end."""
 
-    _name: str
-    _started: float
-    _members: list[tuple[TraceHandle, str]] = field(default_factory=list)
-    _attrs: dict[str, Any] = field(default_factory=dict)
-    _ends: list[dict[str, Any]] = field(default_factory=list)
+    # a class and not a generator: four of these per sample are most of the cost of tracing
+
+    __slots__ = ("_attrs", "_ends", "_given", "_members", "_name", "_record_error", "_started", "_target", "_tokens")
+
+    def __init__(self, target: Any, name: str, attrs: Mapping[str, Any] | None, record_error: bool) -> None:
+        self._target, self._name, self._given, self._record_error = target, name, attrs, record_error
+        self._started = time.time()
+        self._members: list[tuple[TraceHandle, str]] = []
+        self._attrs: dict[str, Any] = {}
+        self._ends: list[dict[str, Any]] = []
+        self._tokens: tuple[Any, Any] | None = None
+
+    def __enter__(self) -> TraceSpanContext:
+        target = self._target
+        handles = [bind_trace(target)] if type(target) is Sample else _handles(target)  # the common case by itself
+        if handles:
+            _quietly(self._open, handles, dict(self._given or {}))  # one that could not be opened accepts attributes
+            opened = _OPEN.set((*_OPEN.get(), *[(handle.trace_id, span_id) for handle, span_id in self._members]))
+            self._tokens = (opened, _TARGETS.set((*_TARGETS.get(), target)))
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if self._tokens is None:
+            return
+        if error is not None and self._record_error:
+            self.update({"error_type": type(error).__name__, "error_message": str(error)[:500]})
+        _quietly(self._close)
+        _quietly(_OPEN.reset, self._tokens[0])
+        _quietly(_TARGETS.reset, self._tokens[1])
 
     def set(self, key: str, value: Any) -> None:
         self.update({key: value})
@@ -119,6 +142,15 @@ class TraceSpanContext:
         # The span may have ended: its events are already in the trace.
         for end in self._ends:
             end["attrs"] = self._attrs
+
+    def _open(self, handles: list[TraceHandle], attrs: dict[str, Any]) -> None:
+        children = attrs.pop(TRACE_CHILDREN_KEY, None)
+        for handle in handles:
+            span_id, parent = _new_span_id(), _parent_of(handle)
+            _append(handle, "span_start", self._name, self._started, attrs, span_id=span_id, parent_span_id=parent)
+            self._members.append((handle, span_id))
+        if children:
+            self.update({TRACE_CHILDREN_KEY: children})
 
     def _close(self) -> None:
         now = time.time()
@@ -214,45 +246,7 @@ def trace_span(
             a span without an effect.
         record_error: an exception that leaves the block is noted with its type and message. It propagates either way.
     """
-    return _SpanBlock(target, name, attrs, record_error)
-
-
-class _SpanBlock(AbstractContextManager[Any]):
-    """The block of one ``with trace_span``."""
-
-    # a class and not a generator: four of these per sample are most of the cost of tracing
-
-    __slots__ = ("_attrs", "_name", "_record_error", "_span", "_target", "_tokens")
-
-    def __init__(self, target: Any, name: str, attrs: Mapping[str, Any] | None, record_error: bool) -> None:
-        self._target, self._name, self._attrs, self._record_error = target, name, attrs, record_error
-        self._span: TraceSpanContext | None = None
-
-    def __enter__(self) -> Any:
-        target = self._target
-        handles = [bind_trace(target)] if type(target) is Sample else _handles(target)  # the common case by itself
-        if not handles:
-            return TraceSpanContext(self._name, time.time())
-        span = _quietly(_open_span, handles, self._name, dict(self._attrs or {}))
-        # A span that could not be opened still accepts attributes.
-        self._span = span = span or TraceSpanContext(self._name, time.time())
-        opened = _OPEN.set((*_OPEN.get(), *[(handle.trace_id, span_id) for handle, span_id in span._members]))
-        self._tokens = (opened, _TARGETS.set((*_TARGETS.get(), target)))
-        return span
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if self._span is None:
-            return
-        if error is not None and self._record_error:
-            self._span.update({"error_type": type(error).__name__, "error_message": str(error)[:500]})
-        _quietly(self._leave, self._span)
-
-    def _leave(self, span: TraceSpanContext) -> None:
-        try:
-            span._close()
-        finally:
-            _OPEN.reset(self._tokens[0])
-            _TARGETS.reset(self._tokens[1])
+    return TraceSpanContext(target, name, attrs, record_error)
 
 
 def trace_function(
@@ -344,19 +338,6 @@ def _new_span_id() -> str:
     """An id that is unique over all processes."""
     # a counter with a random prefix: one random number per span would cost more
     return f"{_PROCESS}{next(_SPAN_NUMBERS):08x}"
-
-
-def _open_span(handles: list[TraceHandle], name: str, attrs: dict[str, Any]) -> TraceSpanContext:
-    children = attrs.pop(TRACE_CHILDREN_KEY, None)
-    span = TraceSpanContext(name, time.time())
-    for handle in handles:
-        span_id = _new_span_id()
-        parent = _parent_of(handle)
-        _append(handle, "span_start", name, span._started, attrs, span_id=span_id, parent_span_id=parent)
-        span._members.append((handle, span_id))
-    if children:
-        span.update({TRACE_CHILDREN_KEY: children})
-    return span
 
 
 def _parent_of(handle: TraceHandle) -> str | None:

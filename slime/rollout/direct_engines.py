@@ -112,27 +112,26 @@ class DirectEngines:
 
 
 class EngineChoice:
-    """Chooses the engine of each attempt of one request."""
+    """Chooses the engine of each attempt of one request.
+
+    Attributes:
+        last_url: address of the engine of the last attempt.
+    """
 
     def __init__(self, engines: DirectEngines, session_id: str | None) -> None:
         self._engines = engines
         self._session_id = session_id
-        self._last: str | None = None
-
-    @property
-    def last_url(self) -> str | None:
-        """Address of the engine of the last attempt."""
-        return self._last
+        self.last_url: str | None = None
 
     async def __call__(self) -> str:
         """Address for the next attempt. A second call means that the last attempt failed."""
-        if self._last is not None:
-            self._engines.note_failure(self._last)
-        self._last = await self._engines.next_url(self._session_id)
-        return f"{self._last}/generate"
+        if self.last_url is not None:
+            self._engines.note_failure(self.last_url)
+        self.last_url = await self._engines.next_url(self._session_id)
+        return f"{self.last_url}/generate"
 
     def __str__(self) -> str:
-        return f"/generate of {self._last or 'an engine'} behind {self._engines.router_url}"
+        return f"/generate of {self.last_url or 'an engine'} behind {self._engines.router_url}"
 
 
 async def with_packed_experts(reply: Any) -> Any:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, TypeVar
 
 __all__ = [
     "SingletonMeta",
+    "as_float",
     "chunk_named_params_by_size",
     "exec_command",
     "flag",
@@ -53,6 +54,14 @@ class SingletonMeta(type):
     def clear_instances(cls) -> None:
         """Forget the instance of this class, so that the next call makes a new one."""
         SingletonMeta._instances.pop(cls, None)
+
+
+def as_float(text: str) -> float | None:
+    """The number of a text. None if it is not one."""
+    try:
+        return float(text)
+    except ValueError:
+        return None
 
 
 def should_run_periodic_action(

@@ -16,6 +16,7 @@ import re
 from dataclasses import dataclass
 
 from slime.utils.errors import ConfigError
+from slime.utils.misc import as_float
 
 FILE_SUFFIXES = (".jsonl", ".parquet")
 
@@ -101,7 +102,7 @@ def parse_sources(text: str) -> list[PromptSource]:
             problems.append(f"--prompt-data {word}: {_FORM}.")
             continue
         path, _, last = match["rest"].rpartition(":")
-        weight = _number(last) if path else None
+        weight = as_float(last) if path else None
         if weight is None:
             path, weight = match["rest"], 1.0
         if not 0 < weight < math.inf:  # false for NaN too
@@ -112,13 +113,6 @@ def parse_sources(text: str) -> list[PromptSource]:
     if problems:
         raise ConfigError(problems)
     return sources
-
-
-def _number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
 
 
 def format_sources(sources: list[PromptSource]) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 
 from slime.rollout.rm_hub.grader_pool import MAX_CHARS, grade_in_process
 from slime.utils.errors import reported
+from slime.utils.misc import as_float
 
 __all__ = [
     "compare_with_sympy",
@@ -285,7 +286,7 @@ def _clean(expr: str) -> str:
     if len(expr) > 0 and expr[0] == "{" and expr[-1] == "}":
         expr = expr[1:-1]
     expr = re.sub(r",\\! *", "", expr)
-    number = _float(expr)
+    number = as_float(expr)
     if number is not None and _is_integral(number):
         expr = str(round(number))
     return expr
@@ -296,7 +297,7 @@ def _canonical(expr: str) -> str:
     expr = re.sub(r"- *", "-", expr)
     expr = re.sub(r"([0-9]) +([0-9])", r"\1+\2", expr)  # mixed number
     expr = expr.replace(" ", "").replace("{", "").replace("}", "").lower()
-    number = _float(_strip_thousands(expr))
+    number = as_float(_strip_thousands(expr))
     if number is not None and _is_integral(number):
         expr = str(int(float(expr.replace(",", ""))))
     return expr
@@ -319,13 +320,6 @@ def _latex_to_text(expr: str) -> str:
     return text.strip()
 
 
-def _float(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
-
-
 def _is_integral(number: float) -> bool:
     try:
         return abs(number - round(number)) <= _INTEGER_TOLERANCE
@@ -334,7 +328,7 @@ def _is_integral(number: float) -> bool:
 
 
 def _is_integer_text(text: str) -> bool:
-    number = _float(_strip_thousands(text))
+    number = as_float(_strip_thousands(text))
     return number is not None and _is_integral(number)
 
 
