@@ -14,7 +14,7 @@ import itertools
 import logging
 import random
 from collections.abc import Callable, Generator, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from slime.data.prepare import Placed, Prepared, PromptMaker, Row, prepare, prompt_lengths
@@ -232,6 +232,7 @@ def shuffled(rows: Iterator[Any], size: int, generator: random.Random) -> Iterat
     yield from buffer
 
 
+@dataclass(eq=False)
 class StreamingDataset:
     """An endless stream of prompts with a position that can be saved.
 
@@ -240,36 +241,24 @@ class StreamingDataset:
     depends neither on the number of workers nor on the number of prompts per draw.
 
     Attributes:
+        read: opens the file: its rows from the first on.
+        name: of the file, for messages.
+        max_length: prompts with more tokens are dropped. None keeps all.
         epoch_id: current pass over the file.
         offset: rows of this pass that were drawn, or dropped for their length.
     """
 
-    def __init__(
-        self,
-        read: Callable[[], Iterator[Placed]],
-        maker: PromptMaker,
-        *,
-        name: str,
-        max_length: int | None,
-        seed: int,
-        shuffles: bool,
-        num_workers: int = 0,
-        buffer_size: int = SHUFFLE_BUFFER,
-    ) -> None:
-        """
-        Args:
-            read: opens the file: its rows from the first on.
-            name: of the file, for messages.
-            max_length: prompts with more tokens are dropped. None keeps all.
-        """
-        self._read = read
-        self._maker = maker
-        self._name = name
-        self._max_length = max_length
-        self._seed = seed
-        self._shuffles = shuffles
-        self._num_workers = num_workers
-        self._buffer_size = buffer_size
+    read: Callable[[], Iterator[Placed]]
+    maker: PromptMaker
+    _: KW_ONLY
+    name: str
+    max_length: int | None
+    seed: int
+    shuffles: bool
+    num_workers: int = 0
+    buffer_size: int = SHUFFLE_BUFFER
+
+    def __post_init__(self) -> None:
         self._stream: Generator[Prepared] | None = None
         self._num_drawn = 0
         self._has_warned = False
@@ -309,28 +298,28 @@ class StreamingDataset:
             self._stream = None
 
     def _prepared(self) -> Generator[Prepared]:
-        rows = self._read()
-        if self._shuffles:
-            rows = shuffled(rows, self._buffer_size, random.Random(self._seed + self.epoch_id))
-        yield from prepare(itertools.islice(rows, self.offset, None), self._maker, self._num_workers)
+        rows = self.read()
+        if self.shuffles:
+            rows = shuffled(rows, self.buffer_size, random.Random(self.seed + self.epoch_id))
+        yield from prepare(itertools.islice(rows, self.offset, None), self.maker, self.num_workers)
 
     def _next_epoch(self) -> None:
         if self._num_drawn == 0:
-            reason = "there is no row in it" if self.offset == 0 else f"all prompts exceed {self._max_length} tokens"
-            raise DataError(f"{self._name}: there is no prompt to draw: {reason} (--rollout-max-prompt-len)")
+            reason = "there is no row in it" if self.offset == 0 else f"all prompts exceed {self.max_length} tokens"
+            raise DataError(f"{self.name}: there is no prompt to draw: {reason} (--rollout-max-prompt-len)")
         self.close()
-        logger.info("%s: epoch %d ends after %d rows", self._name, self.epoch_id, self.offset)
+        logger.info("%s: epoch %d ends after %d rows", self.name, self.epoch_id, self.offset)
         self.epoch_id, self.offset, self._num_drawn = self.epoch_id + 1, 0, 0
 
     def _is_short(self, prepared: Prepared) -> bool:
-        if self._max_length is None:
+        if self.max_length is None:
             return True
         if prepared.num_tokens is None:
             if not self._has_warned:
-                logger.warning("%s: prompts that are message lists are not dropped for their length", self._name)
+                logger.warning("%s: prompts that are message lists are not dropped for their length", self.name)
             self._has_warned = True
             return True
-        return prepared.num_tokens <= self._max_length
+        return prepared.num_tokens <= self.max_length
 
 
 def draw_rows(dataset: Any, epoch_id: int, offset: int, count: int, *, shuffles: bool) -> tuple[list[Sample], int, int]:

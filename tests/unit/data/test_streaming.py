@@ -93,8 +93,8 @@ def test_the_file_is_not_read_further_than_the_buffer(rows: str) -> None:
             yield row
 
     data = stream(rows)
-    original = data._read
-    data._read = lambda: count(original())
+    original = data.read
+    data.read = lambda: count(original())
     data.draw(5)
     assert len(read) <= 40 + 64 + 1  # the buffer and one chunk
 
