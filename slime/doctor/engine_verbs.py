@@ -9,7 +9,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +45,11 @@ _TRIES = 10
 ADAPTER = LoraConfig(rank=8, alpha=16.0)
 
 
+@dataclass
 class LocalCalls:
     """Calls to engines, from threads of this process."""
 
-    def __init__(self, futures: list[Future[Any]]) -> None:
-        self.futures = futures
+    futures: list[Future[Any]]
 
     def wait(self, timeout_s: float) -> list[Any]:
         return [future.result(timeout_s) for future in self.futures]

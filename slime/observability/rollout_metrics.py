@@ -11,7 +11,6 @@ import statistics
 from argparse import Namespace
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from slime.algorithms.estimators import find_estimator
@@ -60,13 +59,10 @@ def log_rollout_data(
         custom_log_func: ``--custom-rollout-log-function-path``. Metrics that it passes to ``logging_utils.log`` are
             in the result. If it returns a true value, the result holds nothing else.
     """
-    logged: dict[str, Any] = {}
-    is_done = False
-    if custom_log_func is not None:
-        with collecting() as logged, _excused("--custom-rollout-log-function-path"):
-            is_done = custom_log_func(rollout_id, args, samples, rollout_extra_metrics, rollout_time)
-        if is_done:
-            return logged
+    given = (rollout_id, args, samples, rollout_extra_metrics, rollout_time)
+    is_done, logged = _log_by_user("--custom-rollout-log-function-path", custom_log_func, *given)
+    if is_done:
+        return logged
     _check_reward_category(args.log_reward_category, samples)
     # computed once, because each length is a sum over all tokens
     trained = [sample.effective_response_length for sample in samples]
@@ -97,13 +93,10 @@ def log_eval_rollout_data(
     custom_log_func: Callable[..., Any] | None = None,
 ) -> dict[str, Any]:
     """All metrics of an evaluation, with their prefixes. :func:`eval_metrics` describes ``data``."""
-    logged: dict[str, Any] = {}
-    is_done = False
-    if custom_log_func is not None:
-        with collecting() as logged, _excused("--custom-eval-rollout-log-function-path"):
-            is_done = custom_log_func(rollout_id, args, data, extra_metrics)
-        if is_done:
-            return logged
+    given = (rollout_id, args, data, extra_metrics)
+    is_done, logged = _log_by_user("--custom-eval-rollout-log-function-path", custom_log_func, *given)
+    if is_done:
+        return logged
     return eval_metrics(args, data) | dict(extra_metrics or {}) | logged
 
 
@@ -199,9 +192,15 @@ def _numbers(name: str, rewards: Sequence[Any]) -> list[float]:
     return numbers
 
 
-def _excused(flag: str) -> AbstractContextManager[None]:
-    """Log the error of a user's log function instead of raising it: metrics of slime are logged in any case."""
-    return reported(lambda _: logger.exception("%s failed: its metrics are missing, those of slime are logged", flag))
+def _log_by_user(flag: str, function: Callable[..., Any] | None, *given: Any) -> tuple[bool, dict[str, Any]]:
+    """Whether nothing else is to be logged, and the metrics that a user's log function passed on.
+
+    Its error is logged: the metrics of slime are there in any case.
+    """
+    is_done, failed = False, "%s failed: its metrics are missing, those of slime are logged"
+    with collecting() as logged, reported(lambda _: logger.exception(failed, flag)):
+        is_done = function is not None and bool(function(*given))
+    return is_done, logged
 
 
 def _share(flags: Any) -> float:

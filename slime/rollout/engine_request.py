@@ -28,6 +28,7 @@ from slime.data.sample import Sample, iter_samples
 from slime.data.sampling_mask import LACKS_SETS, REPLAY_TOP_K, cuts_vocabulary, lacks_sets, sampled_tokens
 from slime.data.schedule import note_part
 from slime.data.served_adapter import adapter_fields
+from slime.observability.trace_utils import trace_headers
 from slime.rollout.direct_engines import PAST_THE_ROUTER
 from slime.rollout.eval_config import EvalDatasetConfig
 from slime.utils.errors import DataError, DeadlineExceeded, EngineError
@@ -108,13 +109,14 @@ async def abort(workers_url: str, bodies: Sequence[dict[str, Any]]) -> None:
     await asyncio.gather(*(tell(url, body) for url in urls for body in bodies))
 
 
-def request_retries(args: Any) -> int:
-    """The number of further attempts of a request that no engine answers."""
-    if not args.use_fault_tolerance:
-        return _RETRIES
-    start_timeout_s: float = args.engine_start_timeout
-    # Twice: with fault tolerance a new engine may die once more before it answers.
-    return _RETRIES + math.ceil(2 * start_timeout_s / _LONGEST_PAUSE_S)
+def send_options(args: Any, request: EngineRequest, sample: Sample) -> dict[str, Any]:
+    """Options of :func:`send` in a rollout: attempts, headers and deadline. Called inside the span of the request."""
+    retries = _RETRIES
+    if args.use_fault_tolerance:
+        # Twice: with fault tolerance a new engine may die once more before it answers.
+        retries += math.ceil(2 * args.engine_start_timeout / _LONGEST_PAUSE_S)
+    headers = {**(request.headers or {}), **trace_headers(args, sample)}
+    return {"max_retries": retries, "headers": headers or None, "timeout_s": args.rollout_request_timeout}
 
 
 def train_sampling_params(args: Any) -> dict[str, Any]:

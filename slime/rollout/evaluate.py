@@ -14,6 +14,7 @@ from slime.data.media import load_processor
 from slime.data.prompts import Dataset
 from slime.data.sample import Sample, iter_samples
 from slime.rollout.base_types import Count
+from slime.rollout.collect import gather
 from slime.rollout.engine_request import eval_sampling_params, train_sampling_params
 from slime.rollout.eval_config import EvalDatasetConfig
 from slime.rollout.failures import FailureBudget, failed_reward, fresh_copy, give_up, reward_keys
@@ -83,11 +84,9 @@ async def evaluate(
         for config, dataset in sets
     ]
     try:
-        samples = await asyncio.gather(*tasks)
+        samples = await gather(tasks)  # after an error of one set the others must not keep the engines busy
     finally:
         count.close()
-        # Also after an error of one set: the other sets must not keep the engines busy.
-        await _cancel(tasks)
     return {config.name: _summary(config.name, found, key) for (config, _), found in zip(sets, samples, strict=True)}
 
 

@@ -31,7 +31,7 @@ from slime.data.chat import load_tokenizer
 from slime.data.media import has_media, load_processor
 from slime.data.sample import Sample, SampleGroup, iter_samples
 from slime.hooks.load import can_be_called, load_function
-from slime.observability.trace_utils import build_sglang_meta_trace_attrs, trace_function, trace_headers, trace_span
+from slime.observability.trace_utils import build_sglang_meta_trace_attrs, trace_function, trace_span
 from slime.rollout import collect
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, complete_args
 from slime.rollout.custom_generate import (
@@ -50,8 +50,8 @@ from slime.rollout.engine_request import (
     build_request,
     check_reply,
     prepare_prompt_ids,
-    request_retries,
     send,
+    send_options,
     train_sampling_params,
 )
 from slime.rollout.eval_config import EvalDatasetConfig
@@ -225,13 +225,7 @@ async def generate(args: Namespace, sample: Sample, sampling_params: dict[str, A
     state = _state(args)
     attrs = {"max_new_tokens": sampling_params["max_new_tokens"]}
     with trace_span(sample, "sglang_generate", attrs=attrs) as span, state.waiting_for(request):
-        reply = await send(
-            request,
-            post,
-            max_retries=request_retries(args),
-            headers={**(request.headers or {}), **trace_headers(args, sample)} or None,
-            timeout_s=args.rollout_request_timeout,
-        )
+        reply = await send(request, post, **send_options(args, request, sample))
     output = check_reply(request, sample, await with_packed_experts(reply))
     span.update(build_sglang_meta_trace_attrs(output["meta_info"]))
     append_reply(args, sample, sampling_params, state.tokenizer, output)

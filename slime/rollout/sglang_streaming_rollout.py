@@ -15,9 +15,9 @@ from typing import Any
 
 from slime.data.sample import Sample
 from slime.data.sampling_mask import OUTPUT_LISTS
-from slime.observability.trace_utils import build_sglang_meta_trace_attrs, trace_headers, trace_span
+from slime.observability.trace_utils import build_sglang_meta_trace_attrs, trace_span
 from slime.rollout import sglang_rollout
-from slime.rollout.engine_request import EngineRequest, append_reply, check_reply, request_retries, send
+from slime.rollout.engine_request import EngineRequest, append_reply, check_reply, send, send_options
 from slime.utils.errors import EngineError
 from slime.utils.http_utils import receive_stream
 
@@ -49,14 +49,7 @@ async def generate_streaming(args: Namespace, sample: Sample, sampling_params: d
 
     attrs = {"max_new_tokens": sampling_params["max_new_tokens"]}
     with trace_span(sample, "sglang_generate_stream", attrs=attrs) as span, state.waiting_for(request):
-        await send(
-            request,
-            receive_stream,
-            receive=receive,
-            max_retries=request_retries(args),
-            headers={**(request.headers or {}), **trace_headers(args, sample)} or None,
-            timeout_s=args.rollout_request_timeout,
-        )
+        await send(request, receive_stream, receive=receive, **send_options(args, request, sample))
     meta = response.meta_info
     if response.has_begun:
         span.update(build_sglang_meta_trace_attrs(meta))

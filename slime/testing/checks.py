@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -54,19 +54,15 @@ def custom_generate(call: Call) -> Iterator[str]:
     params = dict(state.sampling_params)
 
     async def generate() -> list[Any]:
-        try:
-            if takes_group(call.function):
-                return await call_group_generate(call.function, call.args, group, params, evaluation=False)
-            # dict(): a function may change the sampling parameters
-            return [
-                await call_generate(call.function, call.args, sample, dict(params), evaluation=False)
-                for sample in iter_samples(group)
-            ]
-        finally:
-            # the client belongs to the event loop, which ends with asyncio.run()
-            await close_http_client()
+        if takes_group(call.function):
+            return await call_group_generate(call.function, call.args, group, params, evaluation=False)
+        # dict(): a function may change the sampling parameters
+        return [
+            await call_generate(call.function, call.args, sample, dict(params), evaluation=False)
+            for sample in iter_samples(group)
+        ]
 
-    results = asyncio.run(generate())
+    results = _run(generate())
     for source, result in zip(iter_samples(group), results, strict=True):
         complete(result, source, state.tokenizer)
         # one execution may return several samples: they must weigh as one rollout in the loss
@@ -75,6 +71,16 @@ def custom_generate(call: Call) -> Iterator[str]:
             yield from generated_sample(sample)
         if len(siblings) > 1 and len({sample.rollout_id for sample in siblings}) > 1:
             yield "the samples of one execution have different rollout_id: leave it at None, or give them the same"
+
+
+def _run(work: Coroutine[Any, Any, list[Any]]) -> list[Any]:
+    async def closing() -> list[Any]:
+        try:
+            return await work
+        finally:
+            await close_http_client()  # the client belongs to the event loop, which ends here
+
+    return asyncio.run(closing())
 
 
 def generated_sample(sample: Sample) -> Iterator[str]:
@@ -134,15 +140,11 @@ def custom_reward(call: Call) -> Iterator[str]:
     is_batched = call.args.group_rm or accepts(call.function, "samples")
 
     async def score() -> list[Any]:
-        try:
-            if is_batched:
-                return await batched_async_rm(call.args, samples)
-            return [await async_rm(call.args, sample) for sample in samples]
-        finally:
-            # the client belongs to the event loop, which ends with asyncio.run()
-            await close_http_client()
+        if is_batched:
+            return await batched_async_rm(call.args, samples)
+        return [await async_rm(call.args, sample) for sample in samples]
 
-    rewards = asyncio.run(score())
+    rewards = _run(score())
     if len(rewards) != len(samples):
         yield f"it returned {len(rewards)} rewards for {len(samples)} samples"
     for reward in rewards:
