@@ -15,7 +15,7 @@ from slime.algorithms.estimators import find_estimator
 from slime.backends.megatron_utils.server import arguments as server
 from slime.backends.sglang_utils import rules as sglang_rules
 from slime.backends.sglang_utils.namespace import read_engine
-from slime.backends.training.checkpoint_source import check_checkpoints
+from slime.backends.training.rules import check_checkpoints
 from slime.config import check as config_check
 from slime.config import parse as config_parse
 from slime.config import resolve as config_resolve

@@ -20,9 +20,7 @@ from slime.backends.megatron_utils import argument_rules as megatron_rules
 from slime.backends.megatron_utils.model_rules import check_against_hf
 from slime.backends.megatron_utils.precision_rules import int4, kv_fp8
 from slime.backends.sglang_utils.topology import topology_of
-from slime.backends.training.adapter_files import check_adapters
-from slime.backends.training.checkpoint_source import check_checkpoints
-from slime.backends.training.export_files import check_export
+from slime.backends.training.rules import check_adapters, check_checkpoints, check_export
 from slime.config import notices
 from slime.config.check import numbers, paths
 from slime.config.groups import flag_of

@@ -12,20 +12,15 @@ import hashlib
 import json
 import re
 import struct
-from argparse import Namespace
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from slime.backends.protocols import NamedTensor
-from slime.backends.training.arguments import CheckpointArgs
 from slime.backends.training.checkpoint_files import checksums_of, read_manifest
-from slime.backends.training.checkpoint_source import Source, find_start
+from slime.backends.training.checkpoint_source import Source
 from slime.backends.training.export_files import begin_export, finish_export
-from slime.config import notices
-from slime.config.groups import from_args
-from slime.models.hf_shape import read_shape
 from slime.models.lora import CONFIG_FILE, FILE_PREFIX, WEIGHTS_FILE, LoraConfig, adapter_tensors
 from slime.models.shape import ModelShape
 from slime.utils.errors import ConfigError, SlimeError
@@ -226,108 +221,6 @@ def _tensor_problems(
         "targets and its base."
         for one in named
     ]
-
-
-def check_adapters(args: Namespace) -> Iterator[str]:
-    """Rule over the resolved arguments: targets, rank, base, and the adapter that training starts from."""
-    lora = LoraConfig.from_args(args)
-    if lora is None:
-        yield from _without_rank(args)
-        yield from _load_problems(args, None)
-        return
-    flag = f"--lora-rank {lora.rank}"
-    if lora.rank < 0:
-        yield f"{flag} must be positive, or 0 to train all weights."
-        return
-    if not 0 <= lora.dropout < 1:
-        yield f"--lora-dropout {lora.dropout} must be at least 0 and less than 1."
-    if lora.alpha <= 0:
-        yield f"--lora-alpha {lora.alpha} must be positive."
-    yield from _excluded(args, flag)
-    if args.hf_checkpoint is None or args.debug_rollout_only:
-        return
-    try:
-        shape = read_shape(args.hf_checkpoint)
-    except ConfigError:  # reported by the rules of the model
-        return
-    try:
-        lora.targets(shape)
-    except ConfigError as error:
-        yield from error.problems
-        return
-    _warn_of_peft(args, lora, shape)
-    if lora.adapter_path is not None:
-        yield from adapter_problems(lora, shape, args.hf_checkpoint)
-    yield from _load_problems(args, describe_adapter(lora, shape, args.hf_checkpoint))
-
-
-def _warn_of_peft(args: Namespace, lora: LoraConfig, shape: ModelShape) -> None:
-    mlps = {one.leaf for one in lora.targets(shape) if ".mlp." in one.rule.megatron and not one.rule.is_expert}
-    if shape.moe is not None and mlps and not lora.merge:
-        notices.warn(
-            args,
-            "--lora-target-modules",
-            f"in most models with experts peft 0.21 takes {', '.join(sorted(mlps))} for names of routed experts, so "
-            "PeftModel.from_pretrained loads wrong adapters. Engines and tools/merge_lora.py use the right ones.",
-        )
-
-
-def _load_problems(args: Namespace, current: Mapping[str, Any] | None) -> list[str]:
-    if args.load is None or args.hf_checkpoint is None or args.debug_rollout_only:
-        return []
-    try:
-        source = find_start(from_args(CheckpointArgs, args), args.hf_checkpoint)
-    except ConfigError:  # check_checkpoints reports it
-        return []
-    if source.flag != "--load":
-        return []
-    if source.format != "hf":
-        return state_problems(source, current)
-    if current is None:
-        return []
-    return [
-        f"--load {args.load} is a Hugging Face directory: with --lora-rank the base is --hf-checkpoint. Drop --load."
-    ]
-
-
-def _without_rank(args: Namespace) -> Iterator[str]:
-    for name in ("lora_adapter_path", "lora_target_modules", "lora_experts", "lora_merge", "lora_use_rslora"):
-        if vars(args).get(name):
-            yield f"--{name.replace('_', '-')} needs --lora-rank: without it all weights are trained."
-
-
-def _excluded(args: Namespace, flag: str) -> Iterator[str]:
-    """Combinations that would train something else than adapters of the weights that the engines have."""
-    base = Path(args.hf_checkpoint or "").resolve()
-    for name in ("ref_load", "pretrained_checkpoint"):
-        given = vars(args)[name]
-        if given is not None and Path(given).resolve() != base:
-            yield (
-                f"{flag}: --{name.replace('_', '-')} {given} is another base than that of the engines, "
-                f"--hf-checkpoint {args.hf_checkpoint}: drop it. The reference is the base without adapters."
-            )
-    if args.only_train_params_name_list or args.freeze_params_name_list:
-        yield f"{flag} freezes all weights: drop --only-train-params-name-list and --freeze-params-name-list."
-    if args.opd_teacher_load is not None:
-        yield f"{flag}: --opd-teacher-load needs a copy of all weights: serve the teacher (--opd-type sglang) instead."
-    if args.enable_mtp_training:
-        yield f"{flag} trains adapters of the decoder only: drop --enable-mtp-training."
-    if args.fp8 is not None or args.transformer_impl == "transformer_engine":
-        yield f"{flag} needs layers of Megatron: give --transformer-impl local and no --fp8-format."
-    if args.megatron_deepgemm_forward_layers or args.megatron_deepgemm_moe_forward_layers:
-        yield f"{flag}: --megatron-deepgemm-forward-layers multiplies as engines without adapters do: drop it."
-    if args.int4_group_size is not None:
-        yield f"{flag} does not work with fake INT4: unset OPEN_TRAINING_INT4_FAKE_QAT_FLAG."
-    if args.lora_experts and (args.expert_tensor_parallel_size or 1) > 1:
-        size = args.expert_tensor_parallel_size
-        yield f"--lora-experts with --expert-tensor-parallel-size {size}: experts with adapters are not cut. Give 1."
-    if args.lora_experts and args.train_backend == "fsdp":
-        yield (
-            "--lora-experts does not work with --train-backend fsdp: models of transformers hold the experts of a "
-            "layer in one tensor. Use --train-backend megatron, or drop it."
-        )
-    if args.moe_router_bias_update_rate:
-        yield f"{flag} keeps the routers: drop --moe-router-bias-update-rate {args.moe_router_bias_update_rate}."
 
 
 def save_adapter(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +21,7 @@ from slime.backends.training.checkpoint_files import (
     iteration_of,
     what_is_torn,
 )
-from slime.config import notices
 from slime.config.groups import from_args
-from slime.config.resolve.paths import needs_reference
 from slime.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -122,37 +119,6 @@ def find_teacher(load: str | None, step: int | None) -> Source | None:
     if load is None:
         return None
     return _existing("--opd-teacher-load", load, "--opd-teacher-ckpt-step", step)
-
-
-def check_checkpoints(args: Any) -> list[str]:
-    """Rule over the resolved arguments: the problems that ``find_start`` would find, before anything starts.
-
-    Leaves notices if the run has nothing to do, or if it would replace another one.
-    """
-    if args.hf_checkpoint is None:
-        return []
-    checkpoints = from_args(CheckpointArgs, args)
-    is_missing = checkpoints.ref_load is not None and not Path(checkpoints.ref_load).is_dir()
-    if is_missing and (checkpoints.ref_load == args.hf_checkpoint or needs_reference(args)):
-        return []  # another rule reports it
-    try:
-        source = find_start(checkpoints, args.hf_checkpoint)
-    except ConfigError as error:
-        return error.problems
-    if (reason := nothing_left(args)) is not None:
-        notices.warn(args, "--num-rollout", reason)
-    elif (last := resumed_from(args)) is not None and args.num_rollout and args.start_rollout_id is None:
-        left = args.num_rollout - last.iteration - 1
-        notices.info(args, "--num-rollout", f"{last.directory} has {last.iteration + 1} of them, and {left} are left")
-    # realpath: one directory may be named in two ways
-    is_own = (
-        args.load is not None and args.save is not None and os.path.realpath(args.load) == os.path.realpath(args.save)
-    )
-    if args.save is not None and not is_own and (old := complete_iterations(Path(args.save))):
-        text = f"{args.save} holds {old[-1].name} of another run, and this run replaces those of its own rollouts there"
-        notices.warn(args, "--save", f"{text}; --load {args.save} goes on with it, another --save leaves it alone")
-    problem = foreign(source, args.train_backend)
-    return [problem] if problem else []
 
 
 def resumed_from(args: Any) -> Source | None:

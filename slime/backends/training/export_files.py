@@ -10,22 +10,16 @@ has it. Imports no torch.
 from __future__ import annotations
 
 import json
-import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from slime.backends.training.arguments import CheckpointArgs
 from slime.backends.training.checkpoint_files import make_empty
-from slime.backends.training.checkpoint_source import find_start
-from slime.config.groups import from_args
 from slime.utils.errors import ConfigError, undone
 
 MARKER = "slime_export.json"
 _FORMAT = 1
-_NUMBER = re.compile(r"\{rollout_id[^}]*\}")
-_REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 # written by the store of weight versions, whose full versions are exports
 _WRITTEN_LATER = ("slime_weights.json",)
 
@@ -112,52 +106,10 @@ def export_checksums(directory: Path) -> Mapping[str, str]:
     return checksums
 
 
-def check_export(args: Any) -> Iterator[str]:
-    """Rules over the resolved arguments: every directory that ``--save-hf`` would replace is an export."""
-    if args.push_to_hub is not None:
-        flag = f"--push-to-hub {args.push_to_hub}"
-        if not _REPOSITORY.fullmatch(args.push_to_hub):
-            yield f"{flag} must name a repository with its owner: --push-to-hub me/my-model."
-        if not args.save_hf:
-            yield f"{flag} uploads the exports of --save-hf: give --save-hf DIR as well, or drop it."
-    if not args.save_hf:
-        return
-    for target in _existing_targets(args):
-        if reason := foreign_content(target):
-            yield f"--save-hf {refusal(str(target), reason)}"
-
-
 def refusal(path: str, reason: str) -> str:
     return (
         f"{path} {reason}. An export replaces the whole directory: name a new or an empty one, or move this one away."
     )
-
-
-def _existing_targets(args: Any) -> list[Path]:
-    """The existing directories among those that this run would write."""
-    template = Path(args.save_hf)
-    if not _NUMBER.search(args.save_hf):
-        return [template]
-    try:
-        if args.num_rollout is None:  # it depends on the prompts: the export itself looks again
-            return []
-        first, last = _first_rollout(args), args.num_rollout - 1
-        interval = args.save_interval or args.num_rollout
-        numbers = (number for number in range(first, last + 1) if (number + 1) % interval == 0 or number == last)
-        paths = (Path(args.save_hf.format(rollout_id=number)) for number in numbers)
-        return [path for path in paths if path.exists()]
-    except (KeyError, IndexError, ValueError):  # the rule on templates reports it
-        return []
-
-
-def _first_rollout(args: Any) -> int:
-    if args.start_rollout_id is not None or args.load is None or args.finetune:
-        return int(args.start_rollout_id or 0)
-    try:
-        source = find_start(from_args(CheckpointArgs, args), args.hf_checkpoint)
-    except ConfigError:  # check_checkpoints reports it
-        return 0
-    return source.iteration + 1 if source.flag == "--load" and source.is_training_state else 0
 
 
 def _read_marker(directory: Path) -> Any:

@@ -15,7 +15,8 @@ from slime.backends.training.checkpoint_files import (
     publish,
     write_manifest,
 )
-from slime.backends.training.checkpoint_source import check_checkpoints, find_reference, find_start
+from slime.backends.training.checkpoint_source import find_reference, find_start
+from slime.backends.training.rules import check_checkpoints
 from slime.utils.errors import ConfigError
 from tests.unit.megatron_utils.tiny_trainer import make_args
 
