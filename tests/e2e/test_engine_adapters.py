@@ -15,7 +15,7 @@ from peft import get_peft_model
 from transformers import AutoModelForCausalLM
 
 from slime.backends.protocols import EVERY_RANK, AdapterProof, EngineInfo, NamedTensor, Probe, Recipients
-from slime.backends.sglang_utils.adapter_rules import adapter_words
+from slime.backends.sglang_utils.feature_rules import adapter_words
 from slime.backends.sglang_utils.fork_server import ForkServer
 from slime.backends.sglang_utils.server_args import server_env
 from slime.backends.training.arguments import LoraArgs

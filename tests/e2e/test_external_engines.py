@@ -9,9 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
-from slime.backends.sglang_utils.adapter_rules import adapter_words
 from slime.backends.sglang_utils.engine import EngineSpec, SGLangEngine
 from slime.backends.sglang_utils.external import ExternalEngine, discover_external_engines
+from slime.backends.sglang_utils.feature_rules import adapter_words
 from slime.backends.sglang_utils.fork_server import ForkServer
 from slime.backends.sglang_utils.server_args import server_env
 from slime.backends.training.arguments import LoraArgs

@@ -20,8 +20,8 @@ from urllib.parse import urlsplit
 import httpx
 
 from slime.backends.protocols import EngineInfo, weights_dtype
-from slime.backends.sglang_utils.adapter_rules import problems_of_server
 from slime.backends.sglang_utils.engine import EngineSpec, SGLangEngine
+from slime.backends.sglang_utils.feature_rules import problems_of_server
 from slime.backends.sglang_utils.topology import WorkerType
 from slime.config.arguments import SyncArgs
 from slime.utils.deadline import Deadline

@@ -15,8 +15,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 from slime.backends.protocols import weights_dtype
-from slime.backends.sglang_utils.adapter_rules import adapter_of_model, experts_on_cpu, served_adapter
-from slime.backends.sglang_utils.draft_rules import drafts_on_cpu
 from slime.backends.sglang_utils.engine import START_TIMEOUT_S
 from slime.backends.sglang_utils.external import (
     ONE_STAGE,
@@ -24,6 +22,7 @@ from slime.backends.sglang_utils.external import (
     discover_external_engines,
     problems_of,
 )
+from slime.backends.sglang_utils.feature_rules import adapter_of_model, drafts_on_cpu, experts_on_cpu, served_adapter
 from slime.backends.sglang_utils.option_table import ALIASES
 from slime.backends.sglang_utils.topology import ModelSpec, Topology, WorkerType, num_stages, topology_of
 from slime.config import notices

@@ -10,8 +10,7 @@ from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
-from slime.backends.sglang_utils.adapter_rules import adapter_flags, words_of
-from slime.backends.sglang_utils.draft_rules import draft_flags
+from slime.backends.sglang_utils.feature_rules import adapter_flags, draft_flags, words_of
 from slime.backends.sglang_utils.option_table import server_options
 from slime.backends.sglang_utils.topology import WorkerType, override_argv
 from slime.data.served_adapter import serves_adapter

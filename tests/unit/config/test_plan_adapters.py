@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from slime.backends.sglang_utils.adapter_rules import _SLOTS
+from slime.backends.sglang_utils.feature_rules import _SLOTS
 from slime.config.plan.build import Plan, build
 from slime.config.plan.engine import SLOTS, serves_adapter
 from slime.data import served_adapter

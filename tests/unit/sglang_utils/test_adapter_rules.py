@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from slime.backends.sglang_utils.adapter_rules import (
+from slime.backends.sglang_utils.feature_rules import (
     adapter_flags,
     adapter_of_model,
     experts_on_cpu,

@@ -1,9 +1,9 @@
-"""Start-up flags of engines that serve a LoRA adapter, and rules about them. Imports no torch."""
+"""Start-up flags of engines that serve a LoRA adapter or draft tokens, and rules about both. Imports no torch."""
 
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from slime.backends.sglang_utils.topology import ModelSpec
@@ -29,6 +29,8 @@ _NEEDS = {
 }
 _SERVED = {*_NEEDS, "o_proj", "gate_proj", "down_proj", "q_b_proj", "kv_b_proj"}
 _MLP = {"gate_proj", "up_proj", "down_proj"}
+# A chain of drafts: SGLang reserves memory for a tree of them.
+_DRAFTS = {"--speculative-num-draft-tokens": "8", "--speculative-ngram-max-bfs-breadth": "1"}
 
 
 def adapter_flags(args: Namespace) -> dict[str, Any]:
@@ -199,3 +201,43 @@ def experts_on_cpu(args: Namespace) -> Iterator[str]:
             f"--lora-target-modules {', '.join(mlps)}: engines on a CPU cannot serve adapters of the MLPs of a model "
             f"with experts. Leave them out, {_MERGE}."
         )
+
+
+def draft_flags(user: Sequence[str]) -> dict[str, str]:
+    """SGLang's flags of an engine on a CPU for drafts, if the ``user``'s words turn them on. Those have priority."""
+    return _DRAFTS if {"NGRAM", "--speculative-algorithm=NGRAM"} & set(user) else {}
+
+
+def drafts_on_cpu(args: Namespace) -> Iterator[str]:
+    """Engines on a CPU draft from history alone, for models with ordinary attention."""
+    algorithm = args.sglang_speculative_algorithm
+    if not algorithm or args.rollout_external_engine_addrs or args.debug_train_only:
+        return
+    if not accelerator.current().is_cpu:
+        return
+    flag = f"--sglang-speculative-algorithm {algorithm}"
+    if algorithm != "NGRAM":
+        # SGLang 0.5.23 has no kernels there that verify drafts by sampling: eagle_utils._verify_uses_greedy
+        yield (
+            f"{flag}: without a GPU, SGLang replaces samples by the most probable token, so the run would not train on "
+            "samples of the policy. Use NGRAM, whose drafts are verified by sampling, or drop it here."
+        )
+        return
+    width = args.rollout_num_gpus_per_engine
+    parts = {
+        "--use-rollout-routing-replay": args.use_rollout_routing_replay,
+        f"--rollout-num-gpus-per-engine {width}": width > 1,
+        "a LoRA adapter in the engines": serves_adapter(args),
+        f"the attention of --hf-checkpoint {args.hf_checkpoint}": _has_other_attention(args.hf_checkpoint),
+    }
+    for part, is_given in parts.items():
+        if is_given:
+            yield f"{flag} on a CPU is not supported with {part}: drop one of them."
+
+
+def _has_other_attention(hf_checkpoint: str) -> bool:
+    try:
+        shape = read_shape(hf_checkpoint)
+    except ConfigError:  # reported elsewhere
+        return False
+    return any(part is not None for part in (shape.mla, shape.sparse, shape.delta_net, shape.vision))
