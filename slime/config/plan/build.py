@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 from slime.config.notices import Notice
 from slime.config.plan.batch import BatchPlan, plan_batch
 from slime.config.plan.engine import EngineMemory, WeightSync, engine_memory, weight_sync
-from slime.config.plan.host import HostMemory, Output, host_memory, plan_files
+from slime.config.plan.files import Output, plan_files
+from slime.config.plan.host import HostMemory, host_memory
 from slime.config.plan.layout import Layout, PlanError, read, read_layout
 from slime.config.plan.memory import (
     Precision,

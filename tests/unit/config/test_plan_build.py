@@ -12,7 +12,7 @@ import pytest
 from slime.config.notices import Notice
 from slime.config.plan.batch import plan_batch
 from slime.config.plan.build import SCHEMA, Plan, build
-from slime.config.plan.host import plan_files
+from slime.config.plan.files import plan_files
 from slime.config.plan.layout import PlanError, read_layout
 from slime.config.plan.placement import Placement, plan_placement
 from slime.config.plan.render import count, render, size
