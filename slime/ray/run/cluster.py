@@ -33,6 +33,7 @@ from slime.utils import accelerator
 from slime.utils.deadline import Deadline
 from slime.utils.errors import ConfigError, StartFailed, kept
 from slime.utils.net import WEIGHT_INTERFACES, WEIGHT_LOOPBACK
+from slime.utils.process import has_ended
 from slime.utils.reaper import reap, start_reaper, with_their_children
 from slime.utils.scratch import scratch_folder
 
@@ -202,7 +203,7 @@ def _lean_node() -> Iterator[None]:
             try:
                 return replaced[2](*words)
             except RuntimeError:  # not yet
-                if deadline.remaining <= 0 or (node and not any(map(_works, node))):
+                if deadline.remaining <= 0 or (node and all(map(has_ended, node))):
                     raise
                 time.sleep(_LOOK_EVERY_S)
 
@@ -214,10 +215,6 @@ def _lean_node() -> Iterator[None]:
         yield
     finally:
         parameter.RayParams, services.start_api_server, services.get_node = replaced
-
-
-def _works(process: psutil.Process) -> bool:
-    return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
 
 
 @contextmanager
