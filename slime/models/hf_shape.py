@@ -197,10 +197,6 @@ def _moe(reader: ConfigReader, num_layers: int) -> MoeShape:
             has_shared_gate=has_gate,
             score_function="softmax",
             pre_softmax=not reader.flag("norm_topk_prob"),
-            has_expert_bias=False,
-            num_groups=None,
-            group_topk=None,
-            scaling_factor=None,
         )
     num_groups = reader.integer("n_group", default=1)
     scale = reader.number("routed_scaling_factor", default=1.0)

@@ -83,10 +83,10 @@ class MoeShape:
     shared_size: int | None
     score_function: str
     pre_softmax: bool
-    has_expert_bias: bool
-    num_groups: int | None
-    group_topk: int | None
-    scaling_factor: float | None
+    has_expert_bias: bool = False
+    num_groups: int | None = None
+    group_topk: int | None = None
+    scaling_factor: float | None = None
     has_shared_gate: bool = False
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -27,12 +26,10 @@ from tests.unit.megatron_utils.tiny_trainer import make_args, make_batch
 
 
 @pytest.fixture(autouse=True)
-def package(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+def package(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     module = make_package()
     monkeypatch.setitem(sys.modules, "deep_gemm", module)
-    deepgemm._package.cache_clear()
-    yield module
-    deepgemm._package.cache_clear()
+    return module
 
 
 pytestmark = pytest.mark.usefixtures("trainer_rank")

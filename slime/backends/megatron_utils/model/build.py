@@ -268,15 +268,13 @@ def freeze_parameters(
 
     Args:
         only: regular expressions. Parameters whose names match none of them are frozen.
-        freeze: regular expressions. Parameters whose names match one of them are frozen.
+        freeze: regular expressions, if ``only`` is not given. Parameters whose names match one of them are frozen.
         trains_prediction: multi-token-prediction layers learn as well.
 
     Raises:
-        ConfigError: both are given, a pattern is invalid or matches no parameter on any rank, or nothing is
-            left to train. Names are those of a model on one rank, such as ``decoder.layers.3.mlp.router.weight``.
+        ConfigError: a pattern is invalid or matches no parameter on any rank, or nothing is left to train. Names are
+            those of a model on one rank, such as ``decoder.layers.3.mlp.router.weight``.
     """
-    if only and freeze:
-        raise ConfigError("--only-train-params-name-list and --freeze-params-name-list exclude each other: give one.")
     flag = "--only-train-params-name-list" if only else "--freeze-params-name-list"
     patterns = [_compiled(flag, pattern) for pattern in only or freeze or ()]
     parameters = list(global_names(model))
@@ -289,9 +287,8 @@ def freeze_parameters(
             parameter.requires_grad_(False)
     for chunk in chunks_of(model):
         _start_gradients(chunk)
-    count = torch.tensor(sum(parameter.requires_grad for _, parameter in parameters))
     counts: list[int] = [0] * dist.get_world_size()
-    dist.all_gather_object(counts, int(count))
+    dist.all_gather_object(counts, sum(parameter.requires_grad for _, parameter in parameters))
     if not any(counts):
         raise ConfigError(f"{flag} {' '.join(only or freeze or ())} leaves no parameter to train.")
 

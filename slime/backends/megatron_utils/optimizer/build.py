@@ -16,7 +16,6 @@ from slime.backends.megatron_utils.optimizer.muon import build_muon
 from slime.backends.protocols import weights_dtype
 from slime.backends.training.arguments import OptimizerArgs, PrecisionArgs
 from slime.backends.training.optimizer import RateSchedule, StatelessAdam, fuse_adamw
-from slime.utils.errors import ConfigError
 
 
 def build_optimizer(
@@ -32,14 +31,7 @@ def build_optimizer(
     Args:
         muon: settings of --optimizer muon and dist_muon.
         is_stateless: Adam without moments (--use-stateless-adam).
-
-    Raises:
-        ConfigError: another optimizer than adam with sharded states, which Megatron cannot save.
     """
-    if settings.optimizer != "adam" and settings.use_distributed_optimizer:
-        raise ConfigError(
-            f"--use-distributed-optimizer works with --optimizer adam only: drop it for {settings.optimizer}."
-        )
     config = _config(settings, precision)
     config.overlap_param_gather = chunks[0].ddp_config.overlap_param_gather
     _choose_torch()
@@ -64,9 +56,8 @@ def build_optimizer(
         elif settings.optimizer_cpu_offload:
             keep_states_on_host(part, on_host)
         elif getattr(part, "init_state_fn", _zero_momentum) is None:
-            part.init_state_fn = (
-                _zero_momentum  # Megatron has none for sgd, and would call None on loading a checkpoint
-            )
+            # Megatron has none for sgd, and would call None on loading a checkpoint
+            part.init_state_fn = _zero_momentum
         fuse_adamw(part.optimizer)
     return optimizer
 
@@ -92,14 +83,7 @@ def parts_of(optimizer: Any) -> list[Any]:
 
 # Flags that have the names of Megatron's fields.
 _SAME = (
-    "optimizer",
-    "lr",
-    "min_lr",
-    "weight_decay",
-    "adam_beta1",
-    "adam_beta2",
-    "adam_eps",
-    "sgd_momentum",
+    *("optimizer", "lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum"),
     "clip_grad",
 )
 

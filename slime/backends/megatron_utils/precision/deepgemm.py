@@ -16,7 +16,6 @@ compute capability 9.0. It has not run on a GPU yet.
 
 from __future__ import annotations
 
-import functools
 import importlib
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -131,13 +130,8 @@ def _in_blocks_of_rows(counts: Sequence[int], device: torch.device) -> tuple[tor
     return torch.cat(rows).to(device), torch.cat(owners).to(device)
 
 
-@functools.cache
-def _package() -> Any:
-    return importlib.import_module("deep_gemm")
-
-
 def _kernel(name: str) -> Callable[..., Any]:
-    function: Callable[..., Any] = getattr(_package(), name)
+    function: Callable[..., Any] = getattr(importlib.import_module("deep_gemm"), name)
     return function
 
 
