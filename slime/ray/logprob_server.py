@@ -17,13 +17,11 @@ import logging
 import signal
 import sys
 from argparse import Namespace
+from collections.abc import Mapping
 from typing import Any
 
 from slime.backends.megatron_utils.server.app import ServedModel, make_app, serving, warm_up
-from slime.backends.megatron_utils.server.arguments import (
-    TeacherServerArgs,
-    validate_megatron_server_args,
-)
+from slime.backends.megatron_utils.server.arguments import TeacherServerArgs, validate_megatron_server_args
 from slime.backends.megatron_utils.server.queue import RoundSettings, Score, ScoreQueue, ScoreRequest
 from slime.backends.training.arguments import CheckpointArgs
 from slime.backends.training.checkpoint_source import find_start
@@ -115,7 +113,7 @@ async def _serve(args: Namespace, group: ScoringGroup) -> None:
     start = find_start(from_args(CheckpointArgs, args), args.hf_checkpoint).directory
     queue = ScoreQueue(group.score, group.load, _round_settings(args), start)
     vocab_size = read_shape(args.hf_checkpoint).vocab_size
-    model = ServedModel(vocab_size, args.rollout_temperature, _shown(args))
+    model = ServedModel(vocab_size, args.rollout_temperature, _shown(vars(args)))
     asked_to_end = asyncio.Event()
     # Handlers instead of exceptions, so that the HTTP server closes before the ranks end.
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -153,9 +151,9 @@ def _round_settings(args: Namespace) -> RoundSettings:
     )
 
 
-def _shown(args: Namespace) -> dict[str, Any]:
+def _shown(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments as JSON without secrets. Values that JSON cannot represent become text."""
-    values = {name: hide_secrets(value, name) for name, value in vars(args).items()}
+    values = {name: hide_secrets(value, name) for name, value in arguments.items()}
     shown: dict[str, Any] = json.loads(json.dumps(values, default=str))
     return shown
 

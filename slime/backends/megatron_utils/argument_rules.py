@@ -29,8 +29,7 @@ from slime.backends.megatron_utils.precision_rules import (
     transformer_engine,
     uses_transformer_engine,
 )
-from slime.backends.megatron_utils.transformer_config import expert_tensor_parallel_size
-from slime.backends.training.arguments import OptimizerArgs
+from slime.backends.training.arguments import OptimizerArgs, ParallelArgs
 from slime.config import notices
 from slime.config.groups import flag_of, from_args
 from slime.models.family import is_family_spec
@@ -196,7 +195,7 @@ def _delta_nets(args: Namespace) -> Iterator[str]:
 
 def _expert_ranks(args: Namespace) -> Iterator[str]:
     expert, pipeline = args.expert_model_parallel_size, args.pipeline_model_parallel_size
-    tensor = expert_tensor_parallel_size(args)
+    tensor = from_args(ParallelArgs, args).tensor_ranks_of_experts
     shape = shape_or_none(args)
     if min(expert, pipeline, tensor) < 1:
         return  # reported with the other sizes

@@ -89,7 +89,7 @@ def read_options(
     absent = {name: value for name, value in defaults_of(groups_in(algorithm_arguments)).items() if name not in args}
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
     args = with_values(args, **absent, debug_rollout_only=False, world_size=num_ranks)
-    args = with_values(args, pipeline_model_parallel_size=_num_stages(args, config))
+    args = with_values(args, pipeline_model_parallel_size=_num_stages(from_args(ParallelArgs, args), num_ranks, config))
     for step in argument_rules.STEPS:
         step(args)
     # A misspelled shape would be converted wrongly: here it is no warning as in a run.
@@ -123,16 +123,15 @@ def _adopt_slurm_step() -> None:
     given.setdefault("MASTER_PORT", _SLURM_PORT)
 
 
-def _num_stages(args: argparse.Namespace, config: dict[str, Any]) -> int:
+def _num_stages(sizes: ParallelArgs, num_ranks: int, config: dict[str, Any]) -> int:
     """As many pipeline stages as there are ranks, if they divide the layers and no flag chooses a layout."""
-    sizes = from_args(ParallelArgs, args)
     stages = sizes.pipeline_model_parallel_size
     others = (sizes.tensor_model_parallel_size, sizes.context_parallel_size, sizes.expert_model_parallel_size)
     if max(stages, *others) > 1:
         return stages
-    stages = args.world_size
+    stages = num_ranks
     layers = int(config.get("num_hidden_layers") or 1)  # a rule reports a model without layers
-    while layers % stages or args.world_size % stages:
+    while layers % stages or num_ranks % stages:
         stages -= 1
     return stages
 

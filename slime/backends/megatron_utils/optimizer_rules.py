@@ -8,7 +8,8 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Iterator
 
-from slime.backends.megatron_utils.transformer_config import expert_tensor_parallel_size
+from slime.backends.training.arguments import ParallelArgs
+from slime.config.groups import from_args
 
 
 def optimizer(args: Namespace) -> Iterator[str]:
@@ -47,7 +48,8 @@ def instances(args: Namespace) -> Iterator[str]:
         yield f"{flag} needs --use-distributed-optimizer: without, every rank has all states."
     pipeline, expert = args.pipeline_model_parallel_size, args.expert_model_parallel_size
     copies = args.world_size // max(1, args.tensor_model_parallel_size * pipeline)  # context-parallel ranks count
-    expert_copies = args.world_size // max(1, expert_tensor_parallel_size(args) * expert * pipeline)
+    tensor = from_args(ParallelArgs, args).tensor_ranks_of_experts
+    expert_copies = args.world_size // max(1, tensor * expert * pipeline)
     if copies % count:
         yield f"{flag} must divide the {copies} data- and context-parallel ranks."
     elif expert_copies % count:

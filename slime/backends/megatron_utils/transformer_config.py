@@ -14,8 +14,11 @@ from argparse import Namespace
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from slime.backends.megatron_utils.arguments import ExpertArgs
 from slime.backends.megatron_utils.precision_rules import has_te_attention, uses_transformer_engine
 from slime.backends.protocols import weights_dtype
+from slime.backends.training.arguments import ParallelArgs
+from slime.config.groups import from_args
 from slime.models.hf_shape import read_shape
 from slime.models.shape import DeltaNetShape, MlaShape, ModelShape, MoeShape, YarnRope
 
@@ -42,12 +45,6 @@ _SAME = (
 _SAME_IF_GIVEN = ("recompute_modules", "microbatch_group_size_per_vp_stage")
 
 
-def expert_tensor_parallel_size(args: Namespace) -> int:
-    """``--expert-tensor-parallel-size``, by default that of the other layers."""
-    size = args.expert_tensor_parallel_size
-    return int(args.tensor_model_parallel_size if size is None else size)
-
-
 def transformer_config_kwargs(args: Namespace, shape: ModelShape | None = None) -> dict[str, Any]:
     """Arguments of ``TransformerConfig``, or of ``MLATransformerConfig`` if ``multi_latent_attention`` is true.
 
@@ -63,13 +60,13 @@ def transformer_config_kwargs(args: Namespace, shape: ModelShape | None = None) 
     shape = shape or read_shape(args.hf_checkpoint)
     kwargs = {name: vars(args)[name] for name in _SAME}
     kwargs |= {name: value for name in _SAME_IF_GIVEN if (value := vars(args)[name]) not in (None, [])}
-    kwargs |= _layers(shape) | _numerics(args) | _parallel(args)
+    kwargs |= _layers(shape) | _numerics(args) | _parallel(from_args(ParallelArgs, args))
     if shape.mla is not None:
         kwargs |= _latent_attention(shape, shape.mla)
     if shape.delta_net is not None:
         kwargs |= _delta_nets(shape.delta_net)
     if shape.moe is not None:
-        kwargs |= _experts(args, shape, shape.moe)
+        kwargs |= _experts(from_args(ExpertArgs, args), shape.moe)
     return kwargs
 
 
@@ -165,13 +162,13 @@ def _numerics(args: Namespace) -> dict[str, Any]:
     }
 
 
-def _parallel(args: Namespace) -> dict[str, Any]:
-    virtual = args.virtual_pipeline_model_parallel_size
+def _parallel(sizes: ParallelArgs) -> dict[str, Any]:
+    virtual = sizes.virtual_pipeline_model_parallel_size
     return {
-        "sequence_parallel": args.sequence_parallel and args.tensor_model_parallel_size > 1,
-        "expert_tensor_parallel_size": expert_tensor_parallel_size(args),
-        "num_layers_in_first_pipeline_stage": args.decoder_first_pipeline_num_layers,
-        "num_layers_in_last_pipeline_stage": args.decoder_last_pipeline_num_layers,
+        "sequence_parallel": sizes.sequence_parallel and sizes.tensor_model_parallel_size > 1,
+        "expert_tensor_parallel_size": sizes.tensor_ranks_of_experts,
+        "num_layers_in_first_pipeline_stage": sizes.decoder_first_pipeline_num_layers,
+        "num_layers_in_last_pipeline_stage": sizes.decoder_last_pipeline_num_layers,
         # With interleaving, the previous and the next stage may be one rank: batched exchanges would mix up tensors.
         "overlap_p2p_comm": virtual is not None,
         "batch_p2p_comm": virtual is None,
@@ -214,12 +211,12 @@ def _latent_rope(yarn: YarnRope | None) -> dict[str, Any]:
     }
 
 
-def _experts(args: Namespace, shape: ModelShape, moe: MoeShape) -> dict[str, Any]:
-    coefficients = args.moe_aux_loss_coeff or [0.0]
+def _experts(settings: ExpertArgs, moe: MoeShape) -> dict[str, Any]:
+    coefficients = settings.moe_aux_loss_coeff or [0.0]
     balances = any(coefficients)
-    kinds = args.moe_router_load_balancing_type or ["aux_loss"]
+    kinds = settings.moe_router_load_balancing_type or ["aux_loss"]
     is_list = len(kinds) > 1
-    is_flex = args.moe_token_dispatcher_type == "flex"
+    is_flex = settings.moe_token_dispatcher_type == "flex"
     return {
         "num_moe_experts": moe.num_experts,
         "moe_layer_freq": [int(has_experts) for has_experts in moe.layers],
@@ -230,12 +227,12 @@ def _experts(args: Namespace, shape: ModelShape, moe: MoeShape) -> dict[str, Any
         "moe_router_score_function": moe.score_function,
         "moe_router_pre_softmax": moe.pre_softmax,
         "moe_router_enable_expert_bias": moe.has_expert_bias,
-        "moe_router_bias_update_rate": args.moe_router_bias_update_rate or 0.0,
+        "moe_router_bias_update_rate": settings.moe_router_bias_update_rate or 0.0,
         "moe_router_num_groups": moe.num_groups,
         "moe_router_group_topk": moe.group_topk,
         "moe_router_topk_scaling_factor": moe.scaling_factor,
         # The sigmoid routers of the reference models compute in fp32. DeepEP takes fp32 weights only.
-        "moe_router_dtype": args.moe_router_dtype or ("fp32" if moe.has_expert_bias or is_flex else None),
+        "moe_router_dtype": settings.moe_router_dtype or ("fp32" if moe.has_expert_bias or is_flex else None),
         # With a coefficient of zero, Megatron would still compute the loss.
         "moe_router_load_balancing_type": (kinds if is_list else kinds[0]) if balances else "none",
         "moe_aux_loss_coeff": (coefficients if is_list else coefficients[0]) if balances else 0.0,

@@ -76,6 +76,12 @@ class ParallelArgs:
         30.0, "Longest wait of a trainer rank for the others in a collective. Waits for files have two hours."
     )
 
+    @property
+    def tensor_ranks_of_experts(self) -> int:
+        """``--expert-tensor-parallel-size``, by default that of the other layers."""
+        size = self.expert_tensor_parallel_size
+        return self.tensor_model_parallel_size if size is None else size
+
 
 @dataclass(frozen=True)
 class PrecisionArgs:

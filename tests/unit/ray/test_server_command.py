@@ -75,6 +75,6 @@ def test_a_round_is_as_large_as_the_flags_of_memory_and_layout_say(command: Tiny
 
 def test_what_the_server_tells_of_itself_has_no_secrets(command: TinyCommand) -> None:
     args = parse_server_args([*command.flags, "--wandb-key", "abc123"])
-    shown = logprob_server._shown(args)
+    shown = logprob_server._shown(vars(args))
     assert shown["hf_checkpoint"] == args.hf_checkpoint
     assert "abc123" not in json.dumps(shown)
