@@ -1,4 +1,4 @@
-"""Qwen2, Qwen3 and models with their layers: with experts, a prediction layer, or a vision tower."""
+"""Llama, Qwen2, Qwen3 and models with their layers: with experts, a prediction layer, or a vision tower."""
 
 from dataclasses import replace
 
@@ -15,6 +15,17 @@ from slime.models.family import (
     Family,
     in_language_model,
     mtp_rules,
+)
+
+# Llama 2 and 3.x: no biases, gated SiLU MLP. Llama 3.1 and later scale low rope frequencies.
+LLAMA = Family(
+    model_type="llama",
+    models="Llama 2, 3.x",
+    particulars="Llama 3.1's rope scaling",
+    rules=EMBEDDINGS + ATTENTION + DENSE_MLP,
+    rope_types=frozenset({"default", "llama3"}),
+    defaults={"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False},
+    refuses=(("attention_bias", "biases in attention"), ("mlp_bias", "biases in the MLP")),
 )
 
 # Qwen2 and Qwen2.5, dense: biases on the query, key and value projections, gated SiLU MLP.
