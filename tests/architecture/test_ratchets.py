@@ -16,11 +16,11 @@ from tests.architecture.sources import ROOT, Module, modules
 # Name of a measure -> today's number. Measures in LEAST must not fall below it, all others must not exceed it.
 LIMITS: dict[str, float] = {
     "files": 401,
-    "lines": 76665,
-    "small files, %": 20.3,
-    "functions that take args, %": 5.85,
+    "lines": 76532,
+    "small files, %": 19.7,
+    "functions that take args, %": 5.5,
     "writes to args": 0,
-    "getattr and hasattr per 1000 lines": 1.93,
+    "getattr and hasattr per 1000 lines": 1.92,
     "broad except per 1000 lines": 0.38,
     "comments per 1000 lines": 35,
     "modules imported by one file": 20,
