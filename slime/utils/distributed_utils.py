@@ -9,8 +9,10 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 _GLOO_INTERFACES = "GLOO_SOCKET_IFNAME"
 _FILES_TIMEOUT_S = 7200.0
+_CONNECT_TIMEOUT_S = 10.0
+_LATE_S = 5.0
 
 
 def init_default_group(backend: str, *, timeout_s: float) -> None:
@@ -119,6 +123,7 @@ def join_group(
     backend: str,
     timeout_s: float,
     interfaces: str | None = None,
+    wait: Callable[[], object] | None = None,
 ) -> ProcessGroup:
     """Join a process group that is independent of the default group, as SGLang's ``init_custom_process_group`` does.
 
@@ -127,23 +132,50 @@ def join_group(
     Args:
         interfaces: ``GLOO_SOCKET_IFNAME`` of this group. None: the value of the process. All members must use the same
             number of interfaces.
+        wait: of rank 0: waits for the calls of the other members, in a thread. If it raises, the group is given up
+            after 5 s, and the members that wait for the others fail.
 
     Raises:
         DeadlineExceeded: other members did not join in time.
     """
     timeout = timedelta(seconds=timeout_s)
-    address = f"tcp://{master_address}:{master_port}"
+    place = (master_address, master_port, world_size)
+    failures: list[Exception] = []
+    watcher = threading.Thread(
+        target=_watch, args=(wait, place, failures), name=f"members of {group_name}", daemon=True
+    )
+    watcher.start()
     try:
-        store, _, _ = next(rendezvous(address, rank, world_size, timeout=timeout))
+        store, _, _ = next(rendezvous(f"tcp://{master_address}:{master_port}", rank, world_size, timeout=timeout))
+        if failures:
+            time.sleep(_LATE_S)  # a member that connects later would wait until its own deadline
+            del store  # not kept by the traceback: the members fail when it is gone
+            raise failures[0]
         store.set_timeout(timeout)
         with _gloo_interfaces(interfaces):
             # SGLang uses the same key prefix. With another one the members would never find each other.
-            return _new_group(c10d.PrefixStore(group_name, store), rank, world_size, group_name, backend, timeout)
+            group = _new_group(c10d.PrefixStore(group_name, store), rank, world_size, group_name, backend, timeout)
     except (dist.DistStoreError, dist.DistNetworkError) as error:
         raise DeadlineExceeded(
             f"gave up after {timeout_s:.0f} s waiting for the {world_size} members of process group {group_name!r} at "
             f"{master_address}:{master_port}: {error}"
         ) from error
+    watcher.join()
+    if failures:
+        raise failures[0]
+    return group
+
+
+def _watch(wait: Callable[[], object] | None, place: tuple[str, int, int], failures: list[Exception]) -> None:
+    """Call ``wait``. If it fails, end the wait of rank 0 in the store."""
+    with kept(failures):
+        if wait is not None:
+            wait()
+    if failures:
+        connecting = timedelta(seconds=_CONNECT_TIMEOUT_S)
+        with suppress(dist.DistStoreError, dist.DistNetworkError):
+            for _ in range(place[2]):  # the store waits for a number of clients: these replace the missing members
+                dist.TCPStore(*place, is_master=False, timeout=connecting)  # type: ignore[attr-defined]
 
 
 @contextmanager

@@ -71,7 +71,7 @@ class DistributedSender:
         offsets = [1 + before for before in accumulate([0, *sizes[:-1]])]
         world_size = 1 + sum(sizes)
         backend = accelerator.current().communication_backend
-        # started before and awaited after join_group(): no member returns before all have joined
+        # started before join_group() and awaited beside it: no member returns before all have joined
         joining = self._fleet.start(
             "init_weights_update_group",
             each=[{"rank_offset": offset} for offset in offsets],
@@ -90,8 +90,8 @@ class DistributedSender:
             backend=backend,
             timeout_s=self._timeout_s,
             interfaces=self._interfaces(),
+            wait=lambda: joining.wait(self._timeout_s),
         )
-        joining.wait(self._timeout_s)
 
     def _interfaces(self) -> str | None:
         # external engines may use any number of connections, so the interfaces cannot be divided

@@ -8,17 +8,22 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
 
+from slime.utils import distributed_utils
+from slime.utils.deadline import Deadline, wait_until
 from slime.utils.distributed_utils import destroy_group, get_gloo_group, init_process_group, join_group
-from slime.utils.errors import DeadlineExceeded
+from slime.utils.errors import DeadlineExceeded, EngineError
 from slime.utils.net import free_port
 from tests.limits import unloaded_time
 
 _PEER = """
 import sys, torch, torch.distributed as dist
+from slime.utils import distributed_utils
+from slime.utils.deadline import Deadline, wait_until
 from slime.utils.distributed_utils import destroy_group, join_group
 for name, interfaces in (("weights", None), ("weights again", "lo,lo,lo")):
     place = {"master_address": "127.0.0.1", "master_port": int(sys.argv[1]), "backend": "gloo"}
@@ -64,6 +69,39 @@ def test_waiting_for_members_that_do_not_come_ends_with_an_error_that_names_the_
     assert unloaded_time() - started < 10
 
 
+_MEMBER = """
+import sys
+from slime.utils.distributed_utils import join_group
+place = {"master_port": int(sys.argv[1]), "rank": int(sys.argv[2]), "world_size": 3, "backend": "gloo"}
+join_group("127.0.0.1", **place, group_name="weights", timeout_s=600)
+"""
+
+
+def test_a_member_whose_call_fails_ends_the_wait_of_all_members(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distributed_utils, "_LATE_S", 0.1)
+    port, root = free_port(), Path(__file__).parents[2]
+    peer = subprocess.Popen([sys.executable, "-c", _MEMBER, str(port), "1"], cwd=root, stderr=subprocess.PIPE)
+
+    def is_connected() -> bool:
+        links = psutil.Process(peer.pid).net_connections()
+        return any(link.raddr and link.raddr.port == port and link.status == "ESTABLISHED" for link in links)
+
+    def wait() -> None:  # for the calls of ranks 1 and 2: the engine of rank 2 is dead
+        wait_until(is_connected, Deadline(600, "the peer"))
+        raise EngineError("engine 2 died")
+
+    try:
+        place = {"rank": 0, "world_size": 3, "group_name": "weights", "backend": "gloo", "timeout_s": 600}
+        with pytest.raises(EngineError, match="engine 2 died"):
+            join_group("127.0.0.1", port, **place, wait=wait)
+        _, errors = peer.communicate(timeout=600)
+        assert peer.returncode == 1
+        assert b"3 members of process group 'weights'" in errors
+    finally:
+        peer.kill()
+        peer.wait()
+
+
 _SLOW_DISK = """
 import sys, time, torch.distributed as dist
 from datetime import timedelta
@@ -97,6 +135,8 @@ def test_ranks_that_wait_for_a_file_have_another_deadline_than_the_collectives_o
 _PLUGIN = """
 import sys, torch, torch.distributed as dist
 from datetime import timedelta
+from slime.utils import distributed_utils
+from slime.utils.deadline import Deadline, wait_until
 from slime.utils.distributed_utils import destroy_group, init_process_group
 where, limit = "tcp://127.0.0.1:" + sys.argv[1], timedelta(seconds=30)
 group = init_process_group("gloo", where, timeout=limit, world_size=2, rank=1, group_name="plugin")
