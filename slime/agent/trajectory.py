@@ -122,9 +122,10 @@ class DriftKind(Enum):
 
 
 @dataclass
-class _Usage:
-    """How much a session was used, and when."""
+class _Session:
+    """The message tree of a session, its number of turns, and the time of the last one."""
 
+    root: MessageNode = field(default_factory=MessageNode)
     num_turns: int = 0
     last_used: float = field(default_factory=time.monotonic)
 
@@ -147,19 +148,18 @@ class TrajectoryManager:
         self._threshold = DEFAULT_FORK_THRESHOLD_TOKENS if fork_threshold_tokens is None else fork_threshold_tokens
         self._reward_split = reward_split
         self._args = args
-        self._trees: dict[str, MessageNode] = {}
-        self._usage: dict[str, _Usage] = {}
+        self._sessions: dict[str, _Session] = {}
 
     def has_session(self, sid: str) -> bool:
-        return sid in self._trees
+        return sid in self._sessions
 
     def turn_count(self, sid: str) -> int:
         """Turns recorded so far."""
-        return self._usage[sid].num_turns if sid in self._usage else 0
+        return self._sessions[sid].num_turns if sid in self._sessions else 0
 
     def path(self, sid: str, messages: Sequence[Message]) -> list[MessageNode]:
         """The nodes of the recorded messages that ``messages`` begin with."""
-        return _follow(self._trees[sid], messages)[0].path_from_root() if sid in self._trees else []
+        return _follow(self._sessions[sid].root, messages)[0].path_from_root() if sid in self._sessions else []
 
     def record_turn(
         self,
@@ -181,17 +181,17 @@ class TrajectoryManager:
             return
         num_log_probs, num_ids = len(turn.output_log_probs), len(turn.output_ids)
         assert num_log_probs in (0, num_ids), f"output_log_probs has {num_log_probs} values for {num_ids} output ids"
-        usage = self._usage.setdefault(sid, _Usage())
-        usage.last_used = time.monotonic()
-        node, num_matched = _follow(self._trees.setdefault(sid, MessageNode()), prompt_messages)
+        session = self._sessions.setdefault(sid, _Session())
+        session.last_used = time.monotonic()
+        node, num_matched = _follow(session.root, prompt_messages)
         if num_matched < len(prompt_messages):
             reply = self._merge_rewrite(sid, node, prompt_messages[num_matched])
             node, num_matched = (reply, num_matched + 1) if reply else (node, num_matched)
         for message in prompt_messages[num_matched:]:
             node = node.add_child(MessageNode(role=message.get("role"), message=message, metadata=dict(metadata or {})))
-        usage.num_turns += 1
+        session.num_turns += 1
         leaf = MessageNode(role="assistant", message=response_message, metadata=dict(metadata or {}))
-        leaf.turn, leaf.turn_index = turn, usage.num_turns
+        leaf.turn, leaf.turn_index = turn, session.num_turns
         node.add_child(leaf)
 
     def _merge_rewrite(self, sid: str, node: MessageNode, message: Message) -> MessageNode | None:
@@ -232,11 +232,10 @@ class TrajectoryManager:
         Returns:
             One sample per run of tokens that can be joined, each with trained tokens. [] for an unknown session.
         """
-        root = self._trees.get(sid)
-        if root is None:
+        session = self._sessions.pop(sid, None)
+        if session is None:
             return []
-        self.drop_session(sid)
-        built = (builder for leaf in root.leaves() for builder in self._join(leaf))
+        built = (builder for leaf in session.root.leaves() for builder in self._join(leaf))
         samples = [
             sample
             for builder in built
@@ -268,13 +267,12 @@ class TrajectoryManager:
             yield builder
 
     def drop_session(self, sid: str) -> None:
-        self._trees.pop(sid, None)
-        self._usage.pop(sid, None)
+        self._sessions.pop(sid, None)
 
     def drop_idle(self, max_idle_s: float) -> list[str]:
         """Forget unfinished sessions without a turn for ``max_idle_s`` seconds. Returns their ids."""
         limit = time.monotonic() - max_idle_s
-        idle = [sid for sid, usage in self._usage.items() if usage.last_used < limit]
+        idle = [sid for sid, session in self._sessions.items() if session.last_used < limit]
         for sid in idle:
             self.drop_session(sid)
         return idle

@@ -98,17 +98,15 @@ class DirectEngines:
     async def _list(self) -> None:
         # The age counts from the question, because the answer may be old when it arrives.
         asked = time.monotonic()
-        self._urls = await self._ask()
-        self._listed = asked
-
-    async def _ask(self) -> list[str]:
         try:
             reply = await get(f"{self.router_url}/workers", timeout_s=_LIST_TIMEOUT_S)
         except EngineError as error:
             if getattr(getattr(error.__cause__, "response", None), "status_code", None) != 404:
                 raise
-            return [self.router_url]  # an engine has no such route
-        return _engine_urls(reply, self.router_url)
+            self._urls = [self.router_url]  # an engine has no such route
+        else:
+            self._urls = _engine_urls(reply, self.router_url)
+        self._listed = asked
 
 
 class EngineChoice:

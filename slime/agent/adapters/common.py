@@ -153,7 +153,6 @@ class BaseAdapter(Dialect):
         self.store: dict[str, Session] = {}
         self.inflight: dict[str, set[asyncio.Task[Any]]] = {}
         self.closed = _Closed()
-        self._num_accepted: dict[str, int] = {}
         self._ignored_keys: set[str] = set()
         self._renderer = TurnRenderer(tokenizer)
         self._reasons: set[str] = set()
@@ -264,7 +263,6 @@ class BaseAdapter(Dialect):
     def _forget(self, sid: str) -> None:
         self.manager.drop_session(sid)
         self.store.pop(sid, None)
-        self._num_accepted.pop(sid, None)
 
     # --- one turn ----------------------------------------------------------------------------------------------------
 
@@ -284,7 +282,7 @@ class BaseAdapter(Dialect):
         except ValueError as error:  # json.JSONDecodeError is one
             return error_reply(400, "invalid_request_error", str(error))
         # Before the answer: turns that fail count against the limit too.
-        self._num_accepted[sid] = self._num_accepted.get(sid, 0) + 1
+        session.num_accepted += 1
         if sid not in self.store:
             self._enter(sid, session)
         task = asyncio.current_task()
@@ -313,7 +311,8 @@ class BaseAdapter(Dialect):
         needs_session = not is_from_here(request) if self.needs_session is None else self.needs_session
         if needs_session and sid not in self.store:
             return error_reply(401, "authentication_error", "there is no such session")
-        if self.max_turns_per_sid is not None and self._num_accepted.get(sid, 0) >= self.max_turns_per_sid:
+        num_accepted = self.store[sid].num_accepted if sid in self.store else 0
+        if self.max_turns_per_sid is not None and num_accepted >= self.max_turns_per_sid:
             return error_reply(429, "rate_limit_error", f"the session has had its {self.max_turns_per_sid} turns")
         return None
 

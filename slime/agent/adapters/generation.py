@@ -42,12 +42,14 @@ class Session:
         max_context_tokens: prompt and output of a turn together, and length of a sample. 0: no limit.
         responses: id of a response -> the conversation up to it, for ``previous_response_id``.
         trace: gets a span for each turn, inside the span that opened the session.
+        num_accepted: turns that were accepted, also those that failed.
     """
 
     sampling_defaults: dict[str, Any] = field(default_factory=dict)
     max_context_tokens: int = 0
     responses: dict[str, list[Message]] = field(default_factory=dict)
     trace: TraceHandle | None = None
+    num_accepted: int = 0
 
 
 class _Adapter(Protocol):

@@ -126,7 +126,7 @@ def test_threshold_zero_forks_always():
 
 def test_a_reply_that_comes_back_rewritten_is_given_up_for_one_sample():
     session = Session().play([Q], A, [1], [2, 3]).play([Q, said("rewritten"), OBS], A2, [1, 7, 5], [6])
-    (leaf,) = session.manager._trees["s"].leaves()
+    (leaf,) = session.manager._sessions["s"].root.leaves()
     rewritten = leaf.path_from_root()[1]
     assert rewritten.metadata["merged_rewrite"] == {"abandoned_turn_index": 1, "abandoned_response_tokens": 2}
     assert (rewritten.turn, leaf.turn_index, session.manager.turn_count("s")) == (None, 2, 2)
