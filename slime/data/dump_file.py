@@ -27,16 +27,21 @@ logger = logging.getLogger(__name__)
 _warned: set[str] = set()
 
 
-def dump_path(flag: str, template: str, rollout_id: str) -> Path:
-    """The file of a rollout (``"3"``) or an evaluation (``"eval_3"``).
+def dump_path(flag: str, template: str, **values: str | int) -> Path:
+    """The file of a rollout or an evaluation: ``rollout_id=3``, ``rollout_id="eval_3"``.
+
+    Args:
+        values: of the placeholders.
 
     Raises:
-        ConfigError: the template has other placeholders than {rollout_id}.
+        ConfigError: the template has other placeholders.
     """
     try:
-        return Path(template.format(rollout_id=rollout_id))
+        return Path(template.format(**values))
     except (KeyError, IndexError, ValueError) as error:
-        raise ConfigError(f"{flag} {template}: the only placeholder is {{rollout_id}} ({error}).") from None
+        only = "the only placeholder is" if len(values) == 1 else "the only placeholders are"
+        names = " and ".join(f"{{{name}}}" for name in values)
+        raise ConfigError(f"{flag} {template}: {only} {names} ({error}).") from None
 
 
 def write_dump(flag: str, path: Path, content: Any) -> bool:
@@ -138,7 +143,7 @@ def save_debug_rollout_data(path_template: str | None, data: Any, *, rollout_id:
     if path_template is None:
         return None
     name = f"eval_{rollout_id}" if evaluation else str(rollout_id)
-    path = dump_path("--save-debug-rollout-data", path_template, name)
+    path = dump_path("--save-debug-rollout-data", path_template, rollout_id=name)
     samples = [sample.to_dict() for sample in _samples_of(data)]
     content = {"rollout_id": rollout_id, "samples": samples}
     return path if write_dump("--save-debug-rollout-data", path, content) else None
@@ -171,7 +176,7 @@ def load_debug_rollout_data(
         ConfigError: a template or a fraction that cannot work.
     """
     flag = "--load-debug-rollout-data"
-    samples = read_samples(flag, dump_path(flag, path_template, str(rollout_id)))
+    samples = read_samples(flag, dump_path(flag, path_template, rollout_id=rollout_id))
     if subsample_ratio is None:
         return samples
     if not 0 < subsample_ratio <= 1:

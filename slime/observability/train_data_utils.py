@@ -20,30 +20,16 @@ import torch
 import torch.distributed as dist
 
 from slime.data.columns import column
-from slime.data.dump_file import write_dump
-from slime.utils.errors import ConfigError
+from slime.data.dump_file import dump_path, write_dump
 
-__all__ = ["build_dump_payload", "save_debug_train_data", "train_data_path"]
+__all__ = ["build_dump_payload", "save_debug_train_data"]
 
 logger = logging.getLogger(__name__)
 
+_FLAG = "--save-debug-train-data"
 _FORMAT_VERSION = 2
 _LAYOUT_FIELDS = ("partition", "micro_batch_indices", "num_microbatches", "global_batch_sizes")
 _WHOLE_BATCH_FIELDS = ("raw_reward",)
-
-
-def train_data_path(template: str, *, rollout_id: int, rank: int) -> Path:
-    """The file of a rollout.
-
-    Raises:
-        ConfigError: the template has other placeholders.
-    """
-    try:
-        return Path(template.format(rollout_id=rollout_id, rank=rank))
-    except (KeyError, IndexError, ValueError) as error:
-        raise ConfigError(
-            f"--save-debug-train-data {template}: its placeholders are {{rollout_id}} and {{rank}} ({error})."
-        ) from None
 
 
 def save_debug_train_data(
@@ -72,9 +58,9 @@ def save_debug_train_data(
         shards = gathered or []
     if number != 0:
         return None
-    path = train_data_path(template, rollout_id=rollout_id, rank=rank)
+    path = dump_path(_FLAG, template, rollout_id=rollout_id, rank=rank)
     payload = build_dump_payload(shards, rollout_id=rollout_id, writer_rank=rank)
-    return path if write_dump("--save-debug-train-data", path, payload) else None
+    return path if write_dump(_FLAG, path, payload) else None
 
 
 def build_dump_payload(dp_shards: Sequence[Mapping[str, Any]], *, rollout_id: int, writer_rank: int) -> dict[str, Any]:

@@ -47,7 +47,7 @@ def generate_rollout(
 
 
 def _evaluation(args: Namespace, template: str, rollout_id: int) -> RolloutFnEvalOutput:
-    path = dump_path(_FLAG, template, f"eval_{rollout_id}")
+    path = dump_path(_FLAG, template, rollout_id=f"eval_{rollout_id}")
     # A literal path is a dump of training samples, which would be replayed as an evaluation.
     if _is_literal(template) or not path.is_file():
         return RolloutFnEvalOutput(data={})
@@ -62,7 +62,7 @@ def _evaluation(args: Namespace, template: str, rollout_id: int) -> RolloutFnEva
 
 
 def _training_file(template: str, rollout_id: int) -> Path:
-    wanted, first = (dump_path(_FLAG, template, str(number)) for number in (rollout_id, 0))
+    wanted, first = (dump_path(_FLAG, template, rollout_id=number) for number in (rollout_id, 0))
     if wanted.is_file():
         return wanted
     if not first.is_file():
@@ -72,7 +72,7 @@ def _training_file(template: str, rollout_id: int) -> Path:
 
 
 def _is_literal(template: str) -> bool:
-    return dump_path(_FLAG, template, "0") == dump_path(_FLAG, template, "1")
+    return dump_path(_FLAG, template, rollout_id=0) == dump_path(_FLAG, template, rollout_id=1)
 
 
 def sleep(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> NoReturn:
