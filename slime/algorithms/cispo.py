@@ -18,11 +18,7 @@ def surrogate(
 
 
 def cispo_loss(
-    ppo_kl: torch.Tensor,
-    log_probs: torch.Tensor,
-    advantages: torch.Tensor,
-    eps_clip: float,
-    eps_clip_high: float,
+    ppo_kl: torch.Tensor, log_probs: torch.Tensor, advantages: torch.Tensor, eps_clip: float, eps_clip_high: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``-stopgrad(clip(r, 1 - eps_clip, 1 + eps_clip_high)) * A * log pi`` per token, not reduced.
 

@@ -54,11 +54,7 @@ def calculate_log_probs_and_entropy(
 
 
 def compute_opsm_mask(
-    args: Namespace,
-    full_log_probs: Ragged,
-    full_old_log_probs: Ragged,
-    advantages: Ragged,
-    loss_masks: Ragged,
+    args: Namespace, full_log_probs: Ragged, full_old_log_probs: Ragged, advantages: Ragged, loss_masks: Ragged
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(``[N]`` 1 = keep, share of dropped tokens summed over samples). Arguments have one ``[R_i]`` per sample."""
     samples = _samples(loss_masks)

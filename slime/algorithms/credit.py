@@ -59,11 +59,7 @@ def distilled(credit: Credit, student: Ragged, teacher: Ragged, coef: float) -> 
 
 
 def normalize(
-    advantages: Ragged,
-    loss_masks: Ragged,
-    group: dist.ProcessGroup | None,
-    *,
-    device: torch.device | None = None,
+    advantages: Ragged, loss_masks: Ragged, group: dist.ProcessGroup | None, *, device: torch.device | None = None
 ) -> list[torch.Tensor]:
     """Whiten over the trained tokens of all data-parallel ranks. A rank without samples must call this too.
 

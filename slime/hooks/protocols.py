@@ -282,18 +282,10 @@ HOOKS: tuple[Hook, ...] = (
     ),
     # A model that scores a batch gets plain lists by name, one that scores a sample gets ``args`` first.
     Hook(
-        "custom_rm_path",
-        CustomReward,
-        "args sample | *prompts *responses ?labels ?samples ?metadata ?args",
-        "reward",
+        "custom_rm_path", CustomReward, "args sample | *prompts *responses ?labels ?samples ?metadata ?args", "reward"
     ),
     Hook("dynamic_sampling_filter_path", DynamicFilter, "args samples", "filter"),
-    Hook(
-        "buffer_filter_path",
-        BufferFilter,
-        "args rollout_id buffer num_samples | args buffer num_samples",
-        "filter",
-    ),
+    Hook("buffer_filter_path", BufferFilter, "args rollout_id buffer num_samples | args buffer num_samples", "filter"),
     # The last form is a call without arguments.
     Hook("data_source_path", DataSourceLike, "args | dataset args |", "data_source"),
     Hook("rollout_sample_hook_path", SampleHook, "args sample ?rollout_id ?evaluation"),
@@ -301,11 +293,7 @@ HOOKS: tuple[Hook, ...] = (
     Hook("rollout_all_samples_process_path", ProcessAllSamples, "args all_groups data_source"),
     Hook("custom_reward_post_process_path", RewardPostProcess, "args samples"),
     Hook("custom_convert_samples_to_train_data_path", ConvertSamples, "args samples"),
-    Hook(
-        "custom_rollout_log_function_path",
-        LogRollout,
-        "rollout_id args samples rollout_extra_metrics rollout_time",
-    ),
+    Hook("custom_rollout_log_function_path", LogRollout, "rollout_id args samples rollout_extra_metrics rollout_time"),
     Hook("custom_eval_rollout_log_function_path", LogEvalRollout, "rollout_id args data extra_metrics"),
     # All by keyword: a provider takes the parameters that it needs.
     Hook("custom_model_provider_path", ModelProvider, "?pre_process ?post_process ?vp_stage ?config ?args"),

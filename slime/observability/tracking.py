@@ -134,10 +134,7 @@ def create_tracker(args: Namespace, *, is_new: bool = False) -> Tracker:
         # Everything is open. From here on the tracker closes it.
         opened.pop_all()
     return Tracker(
-        sinks,
-        rollout_step=lambda rollout_id: compute_rollout_step(args, rollout_id),
-        directory=directory,
-        lock=lock,
+        sinks, rollout_step=lambda rollout_id: compute_rollout_step(args, rollout_id), directory=directory, lock=lock
     )
 
 

@@ -106,8 +106,7 @@ class FilterArgs:
 
     dynamic_sampling_filter_path: str | None = flag(None, "Keeps or drops a finished group: f(args, samples) -> bool.")
     rollout_sample_hook_path: list[str] = field(
-        default_factory=list,
-        metadata={"help": "Called on every sample before its reward; repeatable.", "append": True},
+        default_factory=list, metadata={"help": "Called on every sample before its reward; repeatable.", "append": True}
     )
     rollout_sample_filter_path: str | None = flag(None, "Marks samples to leave out of the loss: f(args, groups).")
     rollout_all_samples_process_path: str | None = flag(

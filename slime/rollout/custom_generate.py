@@ -194,11 +194,7 @@ def _put_in(group: list[Any], made: dict[int, Any]) -> list[Any]:
 
 
 def complete_results(
-    args: Any,
-    state: Any,
-    results: Sequence[Any],
-    sources: Sequence[Sample],
-    sampling_params: dict[str, Any],
+    args: Any, state: Any, results: Sequence[Any], sources: Sequence[Sample], sampling_params: dict[str, Any]
 ) -> None:
     """Complete the result of each source in place, and cut the text of its stop token.
 

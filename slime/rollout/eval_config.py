@@ -142,11 +142,7 @@ def build_eval_datasets(args: Any) -> list[EvalDatasetConfig]:
 
 
 def build_eval_dataset_configs(
-    args: Any,
-    raw_config: Iterable[Mapping[str, Any]],
-    defaults: Mapping[str, Any],
-    *,
-    source: str = _FLAGS_ONLY,
+    args: Any, raw_config: Iterable[Mapping[str, Any]], defaults: Mapping[str, Any], *, source: str = _FLAGS_ONLY
 ) -> list[EvalDatasetConfig]:
     """Complete each entry: its own value, else ``defaults``, else ``args``.
 

@@ -41,11 +41,7 @@ async def reward_func(args: Namespace, sample: Sample, **kwargs: Any) -> dict[st
         raise ConfigError("on-policy distillation needs --rm-url http://HOST:PORT/generate of the teacher's server")
     payload = {
         "input_ids": sample.tokens,
-        "sampling_params": {
-            "temperature": args.rollout_temperature,
-            "max_new_tokens": 0,
-            "skip_special_tokens": False,
-        },
+        "sampling_params": {"temperature": args.rollout_temperature, "max_new_tokens": 0, "skip_special_tokens": False},
         "return_logprob": True,
         # From the first token: the default of the server is the generated tokens only.
         "logprob_start_len": 0,

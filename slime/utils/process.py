@@ -55,12 +55,7 @@ class GuardedProcess:
     """Child process in a separate session with its output in a file. The child must call :func:`watch_owner`."""
 
     def __init__(
-        self,
-        argv: Sequence[str],
-        *,
-        log_path: Path,
-        env: Mapping[str, str] | None = None,
-        pass_fds: Sequence[int] = (),
+        self, argv: Sequence[str], *, log_path: Path, env: Mapping[str, str] | None = None, pass_fds: Sequence[int] = ()
     ) -> None:
         self.log_path = log_path
         self._stopping = threading.Lock()

@@ -21,13 +21,7 @@ from typing import Any, ClassVar
 
 from aiohttp import web
 
-from slime.agent.adapters.generation import (
-    DEFAULT_SID,
-    EngineAborted,
-    SamplingRefused,
-    Session,
-    call_sglang_generate,
-)
+from slime.agent.adapters.generation import DEFAULT_SID, EngineAborted, SamplingRefused, Session, call_sglang_generate
 from slime.agent.adapters.wire import (
     Dialect,
     Reply,
@@ -358,11 +352,7 @@ class BaseAdapter(Dialect):
         if self.debug_callback is not None:
             self.debug_callback(sid, messages, tools, reply.manager_message, turn)
         self.manager.record_turn(
-            sid,
-            turn=turn,
-            prompt_messages=messages,
-            response_message=reply.manager_message,
-            metadata={"sid": sid},
+            sid, turn=turn, prompt_messages=messages, response_message=reply.manager_message, metadata={"sid": sid}
         )
         return response
 

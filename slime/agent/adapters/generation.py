@@ -68,12 +68,7 @@ class _Adapter(Protocol):
 
 
 async def call_sglang_generate(
-    prompt_ids: list[int],
-    session: Session,
-    body: dict[str, Any],
-    *,
-    adapter: _Adapter,
-    session_id: str | None = None,
+    prompt_ids: list[int], session: Session, body: dict[str, Any], *, adapter: _Adapter, session_id: str | None = None
 ) -> TurnRecord:
     """Generate one turn.
 

@@ -92,10 +92,7 @@ def _grader(name: str) -> Callable[..., Any]:
 
 
 def _fork(
-    own: socket.socket,
-    sockets: list[socket.socket],
-    forks: dict[int, tuple[int, socket.socket]],
-    poll: select.poll,
+    own: socket.socket, sockets: list[socket.socket], forks: dict[int, tuple[int, socket.socket]], poll: select.poll
 ) -> None:
     pid = os.fork()
     if pid:

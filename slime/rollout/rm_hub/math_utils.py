@@ -394,10 +394,7 @@ def _parse(expr: str) -> Any:
     # limited.
     return sympy_parser.parse_expr(
         expr.replace("^", "**"),
-        transformations=(
-            *sympy_parser.standard_transformations,
-            sympy_parser.implicit_multiplication_application,
-        ),
+        transformations=(*sympy_parser.standard_transformations, sympy_parser.implicit_multiplication_application),
         global_dict=dict(_sympy_names()),
     )
 

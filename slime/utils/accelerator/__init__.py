@@ -17,13 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slime.utils.accelerator.devices import (
-    Accelerator,
-    CPUAccelerator,
-    CUDAAccelerator,
-    Index,
-    MUSAAccelerator,
-)
+from slime.utils.accelerator.devices import Accelerator, CPUAccelerator, CUDAAccelerator, Index, MUSAAccelerator
 from slime.utils.errors import ConfigError
 
 if TYPE_CHECKING:
