@@ -16,7 +16,7 @@ from tests.architecture.sources import ROOT, Module, modules
 # Name of a measure -> today's number. Measures in LEAST must not fall below it, all others must not exceed it.
 LIMITS: dict[str, float] = {
     "files": 401,
-    "lines": 76532,
+    "lines": 76515,
     "small files, %": 19.7,
     "functions that take args, %": 5.5,
     "writes to args": 0,
