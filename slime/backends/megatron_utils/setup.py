@@ -78,13 +78,8 @@ def build_train_state(
         for index, chunk in enumerate(state.chunks)
     ]
     overlap_communication(config, wrapped, parallel)
-    optimizer = build_optimizer(
-        wrapped,
-        optimizer_args,
-        precision,
-        from_args(MuonArgs, args),
-        is_stateless=args.use_stateless_adam,
-    )
+    muon = from_args(MuonArgs, args)
+    optimizer = build_optimizer(wrapped, optimizer_args, precision, muon, is_stateless=args.use_stateless_adam)
     samples = (args.num_rollout or 0) * args.rollout_batch_size * args.n_samples_per_prompt
     scheduler = build_scheduler(
         optimizer,
