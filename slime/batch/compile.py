@@ -7,6 +7,7 @@ samples, without copies. Only masks are made here.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -20,6 +21,8 @@ from slime.utils.errors import DataError
 
 PostProcessHook: TypeAlias = Callable[[Any, list[Sample]], tuple[list[float], list[float]]]
 """``--custom-reward-post-process-path``: ``f(args, samples) -> (raw rewards, rewards)``."""
+
+_PostProcess: TypeAlias = Callable[[list[Sample]], tuple[list[float], list[float]]]
 
 ConvertHook: TypeAlias = Callable[[Any, list[Sample]], TrainData]
 """``--custom-convert-samples-to-train-data-path``: ``f(args, samples) -> columns``."""
@@ -55,8 +58,10 @@ def compile_train_data(
     _check_rows(groups)
     for sample in samples:
         sample.metadata = sample.metadata or {}  # a user's rollout function may have set None
-    data = _default_columns(samples, rewards, post_process, args) if convert is None else convert(args, samples)
-    return _complete(data, len(samples) if convert is None else None)
+    if convert is not None:
+        return _complete(convert(args, samples), None)
+    post = None if post_process is None else partial(post_process, args)
+    return _complete(_default_columns(samples, rewards, post), len(samples))
 
 
 def fill_rollout_ids(rollout_ids: Sequence[int | None]) -> list[int]:
@@ -94,10 +99,8 @@ def _check_rows(node: Any, depth: int = 0) -> None:
         )
 
 
-def _default_columns(
-    samples: list[Sample], rewards: RewardArgs, post_process: PostProcessHook | None, args: Any
-) -> TrainData:
-    raw, normalized = _rewards(samples, rewards, post_process, args)
+def _default_columns(samples: list[Sample], rewards: RewardArgs, post_process: _PostProcess | None) -> TrainData:
+    raw, normalized = _rewards(samples, rewards, post_process)
     # for logs only: the rewards that train are already computed
     if any("raw_reward" in s.metadata for s in samples):
         raw = [_logged_reward(s, value) for s, value in zip(samples, raw, strict=True)]
@@ -124,10 +127,10 @@ def _default_columns(
 
 
 def _rewards(
-    samples: list[Sample], settings: RewardArgs, post_process: PostProcessHook | None, args: Any
+    samples: list[Sample], settings: RewardArgs, post_process: _PostProcess | None
 ) -> tuple[list[float], list[float]]:
     if post_process is not None:
-        raw, processed = post_process(args, samples)
+        raw, processed = post_process(samples)
         if not len(raw) == len(processed) == len(samples):
             raise DataError(
                 f"--custom-reward-post-process-path returned {len(raw)} raw and {len(processed)} processed rewards for "

@@ -5,12 +5,10 @@ from __future__ import annotations
 import logging
 import math
 import statistics
-from argparse import Namespace
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from slime.algorithms.estimators import default_estimator, find_estimator
-from slime.config.resolve.batches import is_group_relative
 from slime.data.sample import Sample
 from slime.data.values import reward_number
 from slime.utils.errors import DataError
@@ -42,10 +40,10 @@ class RewardArgs:
 
 
 class SignalWatch:
-    """Warns if nothing is learned: three rollouts in a row without a group whose rewards differ."""
+    """Warns if nothing is learned: three rollouts in a row without a group whose rewards differ, if that ``applies``."""
 
-    def __init__(self, args: Namespace) -> None:
-        self._applies = is_group_relative(args)
+    def __init__(self, applies: bool) -> None:
+        self._applies = applies
         self._num_flat = 0
 
     def check(self, rollout_id: int, rewards: Sequence[float], raw: Sequence[float]) -> None:

@@ -17,6 +17,7 @@ from slime.batch.compile import ConvertHook, PostProcessHook, compile_train_data
 from slime.batch.prefixes import PrefixTree, prefix_tree
 from slime.batch.rewards import RewardArgs, SignalWatch
 from slime.batch.schedule import MicroBatchArgs, ParallelLayout, StepPlan, plan_steps
+from slime.config.resolve.batches import is_group_relative
 from slime.config.run_config import RunConfig
 from slime.data.columns import RankBatch, TrainData, column
 from slime.models.cost import ModelDims, forward_flops
@@ -82,7 +83,7 @@ class Shipper:
     ) -> None:
         self._config, self._args = config, config.args
         self._post_process, self._convert = post_process, convert
-        self._signal = SignalWatch(self._args)
+        self._signal = SignalWatch(is_group_relative(self._args))
         is_balanced = self._args.balance_data or self._args.balance_by_flops
         self._dims = read_shape(self._args.hf_checkpoint) if is_balanced else None
         self._layout = self._trainer_layout()

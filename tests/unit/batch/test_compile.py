@@ -12,6 +12,7 @@ import pytest
 
 from slime.batch.compile import compile_train_data, fill_rollout_ids, rollout_mask_sums
 from slime.batch.rewards import RewardArgs, SignalWatch, group_keys, normalize_by_group
+from slime.config.resolve.batches import is_group_relative
 from slime.data.columns import COLUMNS
 from slime.data.sample import Sample
 from slime.utils.errors import DataError
@@ -295,7 +296,7 @@ def test_three_rollouts_without_a_difference_between_rewards_are_reported(caplog
     replaced = ("custom_advantage_function_path", "custom_reward_post_process_path")
     learns |= {"compute_advantages_and_returns": True, "use_opd": False, **dict.fromkeys(replaced)}
     learns["custom_convert_samples_to_train_data_path"] = None
-    watch = SignalWatch(Namespace(**learns))
+    watch = SignalWatch(is_group_relative(Namespace(**learns)))
     flat, useful = ([0.0, 0.0], [1.0, 1.0]), ([0.7, -0.7], [1.0, 0.0])
     for number, rewards in enumerate([flat, flat, useful, flat, flat]):
         watch.check(number, *rewards)
@@ -305,7 +306,7 @@ def test_three_rollouts_without_a_difference_between_rewards_are_reported(caplog
     assert "between 1 and 1" in caplog.text
     caplog.clear()
     for other in ({"loss_type": "sft_loss"}, {"use_opd": True}, {"compute_advantages_and_returns": False}):
-        watch = SignalWatch(Namespace(**learns | other))
+        watch = SignalWatch(is_group_relative(Namespace(**learns | other)))
         for number in range(3):
             watch.check(number, *flat)
     assert not caplog.text
