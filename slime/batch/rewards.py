@@ -40,7 +40,7 @@ class RewardArgs:
 
 
 class SignalWatch:
-    """Warns if nothing is learned: three rollouts in a row without a group whose rewards differ, if that ``applies``."""
+    """Warns if nothing is learned, if it ``applies``: three rollouts in a row without a group whose rewards differ."""
 
     def __init__(self, applies: bool) -> None:
         self._applies = applies
