@@ -66,13 +66,8 @@ class ScoringGroup(RayTrainGroup):
 
     def setup(self) -> None:
         """Build the model and load its weights, on all ranks."""
-        get(
-            self.start_setup(with_ref=False),
-            self._start_timeout_s,
-            "the model",
-            "--trainer-start-timeout",
-            reports_work=True,
-        )
+        refs, timeout_s = self.start_setup(with_ref=False), self._start_timeout_s
+        get(refs, timeout_s, "the model", "--trainer-start-timeout", reports_work=True)
         self._dp_ranks = get(self._all("rank_in_data_parallel"), self._timeout_s, "the ranks to say where they stand")
 
     def score(self, by_dp_rank: list[list[list[ScoreRequest]]]) -> list[list[list[Score]]]:

@@ -29,12 +29,7 @@ from slime.backends.megatron_utils.model_rules import sees_media
 from slime.backends.megatron_utils.optimizer.build import reset_moments
 from slime.backends.megatron_utils.process_groups import init_distributed, rank_place
 from slime.backends.megatron_utils.setup import build_train_state
-from slime.backends.megatron_utils.step import (
-    TrainerHooks,
-    from_last_stage,
-    outputs_of_last_stage,
-    train_step,
-)
+from slime.backends.megatron_utils.step import TrainerHooks, from_last_stage, outputs_of_last_stage, train_step
 from slime.backends.megatron_utils.weights import MegatronWeights, device_memory, num_missing_moments
 from slime.backends.protocols import TrainReport
 from slime.backends.training.arguments import ParallelArgs, TrainerArgs

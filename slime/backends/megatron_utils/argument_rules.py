@@ -36,24 +36,12 @@ from slime.models.family import is_family_spec
 from slime.models.shape import ModelShape
 
 _SIZES = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-    "num_layers_per_virtual_pipeline_stage",
-    "num_virtual_stages_per_pipeline_rank",
-    "microbatch_group_size_per_vp_stage",
-    "decoder_first_pipeline_num_layers",
-    "decoder_last_pipeline_num_layers",
-    "recompute_num_layers",
-    "lr_decay_iters",
-    "lr_wsd_decay_iters",
-    "keep_last_checkpoints",
-    "seq_length",
-    "num_distributed_optimizer_instances",
-    "ddp_bucket_size",
-    "muon_num_ns_steps",
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
+    *("expert_model_parallel_size", "expert_tensor_parallel_size"),
+    *("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"),
+    *("microbatch_group_size_per_vp_stage", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
+    *("recompute_num_layers", "lr_decay_iters", "lr_wsd_decay_iters", "keep_last_checkpoints", "seq_length"),
+    *("num_distributed_optimizer_instances", "ddp_bucket_size", "muon_num_ns_steps"),
 )
 
 

@@ -22,11 +22,7 @@ from typing import Any
 
 import ray
 
-from slime.backends.sglang_utils.external import (
-    ExternalEngineInfo,
-    discover_external_engines,
-    problems_of,
-)
+from slime.backends.sglang_utils.external import ExternalEngineInfo, discover_external_engines, problems_of
 from slime.backends.sglang_utils.fork_server import ForkServer
 from slime.backends.sglang_utils.router import ExistingRouter, Router, RouterProcess, registered_workers
 from slime.backends.sglang_utils.server_process import ForkAddress

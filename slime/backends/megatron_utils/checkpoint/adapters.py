@@ -13,13 +13,7 @@ from megatron.core import parallel_state as mpu
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 
-from slime.backends.megatron_utils.checkpoint.tensors import (
-    LocalTensor,
-    ModelTensors,
-    full_shape,
-    shard,
-    to_megatron,
-)
+from slime.backends.megatron_utils.checkpoint.tensors import LocalTensor, ModelTensors, full_shape, shard, to_megatron
 from slime.backends.megatron_utils.model.lora import Adapter
 from slime.backends.training.hf_files import TensorReader, raise_everywhere
 from slime.models.family import Rule

@@ -93,10 +93,7 @@ def _join_norms(layer: TransformerLayerSubmodules) -> None:
 
 
 def _group_experts(layer: TransformerLayerSubmodules) -> None:
-    from megatron.core.extensions.transformer_engine import (
-        TEColumnParallelGroupedLinear,
-        TERowParallelGroupedLinear,
-    )
+    from megatron.core.extensions.transformer_engine import TEColumnParallelGroupedLinear, TERowParallelGroupedLinear
 
     parts = _parts(layer.mlp)
     if isinstance(parts, MoESubmodules) and parts.experts == ModuleSpec(module=GroupedExperts):
