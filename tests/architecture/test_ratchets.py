@@ -16,9 +16,9 @@ from tests.architecture.sources import ROOT, Module, modules
 # Name of a measure -> today's number. Measures in LEAST must not fall below it, all others must not exceed it.
 LIMITS: dict[str, float] = {
     "files": 401,
-    "lines": 76515,
+    "lines": 76437,
     "small files, %": 19.7,
-    "functions that take args, %": 5.5,
+    "functions that take args, %": 5.43,
     "writes to args": 0,
     "getattr and hasattr per 1000 lines": 1.92,
     "broad except per 1000 lines": 0.38,
