@@ -37,9 +37,10 @@ def replacing(path: Path, *, sync: bool = False) -> Iterator[Path]:
             with partial.open("rb") as file:
                 os.fsync(file.fileno())
         partial.replace(path)
-    finally:
+    except BaseException:
         with contextlib.suppress(OSError):  # also if the disk is gone: the error of the block is more useful
             partial.unlink()
+        raise
 
 
 def is_private_directory(directory: Path) -> bool:

@@ -46,11 +46,10 @@ class Progress:
         """
         self._path = directory / PROGRESS
         self._lock = threading.Lock()  # with train_async.py a second thread generates
-        self._content: dict[str, Any] = {**_process(), "started": time.time(), "restarts": self._num_restarts()}
-        self._content |= {**facts, "state": "running"}
-        for lane in ("trainer", "engines"):
-            self._content[lane] = _entry("start", None)
-        self._write()
+        self._content: dict[str, Any] = {}
+        self._lines: dict[str, str] = {}
+        begun = {**_process(), "started": time.time(), "restarts": self._num_restarts(), **facts, "state": "running"}
+        self._write(begun | {lane: _entry("start", None) for lane in ("trainer", "engines")})
 
     def _num_restarts(self) -> int:
         """One more than in the file, if this process wrote it: then the run restarts in the same job."""
@@ -64,8 +63,7 @@ class Progress:
     def update(self, **facts: Any) -> None:
         """Write new or changed facts."""
         with self._lock:
-            self._content |= facts
-            self._write()
+            self._write(facts)
 
     def lanes(self) -> list[dict[str, Any]]:
         """The phases of the engines and the trainer, with ``rollout_id`` and ``since``."""
@@ -79,11 +77,12 @@ class Progress:
         yield  # without finally: after an error the file keeps the phase that failed
         self.update(**{lane: _entry("idle", rollout_id)})
 
-    def _write(self) -> None:
+    def _write(self, facts: dict[str, Any]) -> None:
+        self._content |= facts
         # a line per fact: ``indent`` would use the slow encoder
-        lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in self._content.items()]
+        self._lines |= {name: f"{json.dumps(name)}: {json.dumps(value)}" for name, value in facts.items()}
         with contextlib.suppress(OSError), replacing(self._path) as partial:
-            partial.write_text("{" + ",\n ".join(lines) + "}\n", encoding="utf-8")
+            partial.write_text("{" + ",\n ".join(self._lines.values()) + "}\n", encoding="utf-8")
 
 
 class _HasProgress(Protocol):

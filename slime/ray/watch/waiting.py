@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from slime.ray.watch.failure_report import (
     Reports,
@@ -61,6 +61,7 @@ def get(
     pending = list(refs) if is_list else [refs]
     count, watch, report_at_s = len(pending), HeartbeatWatch(), _REPORT_AFTER_S
     work, work_at_s = WorkReport(), _WORK_EVERY_S if reports_work else math.inf
+    values: dict[Any, Any] = {}
     while pending:
         done, pending = ray.wait(pending, num_returns=1, timeout=min(slice_s, deadline.remaining))
         if not done:
@@ -82,7 +83,7 @@ def get(
                 _report_long_wait(pending, deadline)
             continue
         try:
-            ray.get(done)
+            values[done[0]] = ray.get(done[0])
         except RayActorError as death:
             raise death_report(death, pending, deadline) from None
         # A survivor of a collective fails faster than Ray reports the death that caused it: look for the cause.
@@ -91,10 +92,7 @@ def get(
             if peer is not None:
                 raise death_report(peer, pending, deadline) from error
             raise
-    try:
-        return ray.get(list(refs) if is_list else refs, timeout=max(1.0, deadline.remaining))
-    except GetTimeoutError:
-        raise deadline.error() from None
+    return [values[ref] for ref in refs] if is_list else values[refs]
 
 
 def _report_long_wait(pending: Sequence[Any], deadline: Deadline) -> None:
