@@ -135,7 +135,7 @@ BUGS: dict[str, Bug] = {
         "after a power failure the ledger reported trained prompts as lost",
         "a8411c5",
         _unflushed_trained_line,
-        (0, 1),
+        (0, 2),
         "train",
         Fault(262, "power failure"),  # between the line and the next flush of the ledger
     ),
@@ -143,6 +143,6 @@ BUGS: dict[str, Bug] = {
         "an engine refused the repetition of a request whose first attempt was lost but still ran",
         "9ad1759",
         _one_id_for_all_attempts,
-        (5, 86),
+        (86, 112),
     ),
 }

@@ -7,14 +7,16 @@ types. Calls of one process to one actor arrive in order. Objects are lost with 
 from __future__ import annotations
 
 import copyreg
+import functools
+import inspect
 import io
 import pickle
 from argparse import Namespace
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from ray.exceptions import ActorDiedError, GetTimeoutError, ObjectLostError, RayActorError, RayTaskError
@@ -24,6 +26,7 @@ from tests.simulation.world import Ended, Process, world
 _LATENCY_S = 0.002
 _START_S = 0.05
 _DEATH_NOTICED_S = 1.0
+T = TypeVar("T")
 _NAMES = {"RolloutManager": "manager", "DataBuffer": "buffer", "TrainActor": "trainer"}
 
 
@@ -33,6 +36,26 @@ class Later:
 
     value: Any
     seconds: float
+
+
+Steps: TypeAlias = Generator[float, None, T]
+"""A method of a simulated actor that yields the seconds that it waits. It needs no thread."""
+
+
+@functools.cache
+def _has_steps(cls: type, method: str) -> bool:
+    return inspect.isgeneratorfunction(getattr(cls, method))
+
+
+def waited(steps: Steps[T]) -> T:
+    """The result of ``steps``, in a thread that waits."""
+    while True:
+        try:
+            seconds = next(steps)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+        world().sleep(seconds)
 
 
 def inline(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -47,14 +70,14 @@ class Ref:
     def __init__(self, actor: Actor | None = None, owner: Process | None = None) -> None:
         self.actor, self.owner = actor, owner
         self.is_done = False
-        self.data: bytes = b""
+        self.data: Any = None
         self.error: Exception | None = None
         self.waiting: list[Any] = []
         here = world()
         self.number = len(here.globals.setdefault("refs", []))
         here.globals["refs"].append(self)
 
-    def resolve(self, data: bytes, error: Exception | None = None) -> None:
+    def resolve(self, data: Any, error: Exception | None = None) -> None:
         if self.is_done:
             return
         self.is_done, self.data, self.error = True, data, error
@@ -114,17 +137,14 @@ _PLAIN = {type(None), bool, int, float, str}
 
 def _reduce_arguments(args: Namespace) -> Any:
     """The 1500 plain values of the arguments are shared, not encoded. Lists and dicts are copied as all else."""
-    plain = {name: value for name, value in vars(args).items() if type(value) in _PLAIN}
     shared = world().globals.setdefault("arguments", [])
-    shared.append(plain)
-    others = {name: value for name, value in vars(args).items() if name not in plain}
-    return _arguments, (len(shared) - 1, others)
+    shared.append(vars(args).copy())
+    return _arguments, (len(shared) - 1, {n: value for n, value in vars(args).items() if type(value) not in _PLAIN})
 
 
 def _arguments(number: int, others: dict[str, Any]) -> Namespace:
     args = Namespace()
-    vars(args).update(world().globals["arguments"][number])
-    vars(args).update(others)
+    args.__dict__ = world().globals["arguments"][number] | others
     return args
 
 
@@ -138,14 +158,21 @@ class _Pickler(pickle.Pickler):
     dispatch_table = copyreg.dispatch_table | {Namespace: _reduce_arguments, torch.Tensor: _reduce_tensor}
 
 
-def _dumps(value: Any) -> bytes:
+def _dumps(value: Any) -> Any:
+    if type(value) in _PLAIN:
+        return value
     file = io.BytesIO()
     _Pickler(file, protocol=5).dump(value)
     return file.getvalue()
 
 
-def _loads(data: bytes) -> Any:
-    return pickle.loads(data)
+def _loads(data: Any) -> Any:
+    return pickle.loads(data) if type(data) is bytes else data
+
+
+def copied(value: Any) -> Any:
+    """A copy, as of an argument of a call."""
+    return _loads(_dumps(value))
 
 
 class Actor:
@@ -219,34 +246,60 @@ class Actor:
                 self._run(ref, function, data)
                 continue
             self._num_running += 1
-            world().spawn(method, lambda r=ref, f=function, d=data: self._serve(r, f, d), self.process)
+            if _has_steps(type(self._body), method):
+                args, kwargs = _loads(data)
+                self._advance(ref, function(*args, **kwargs))
+            else:
+                world().spawn(method, lambda r=ref, f=function, d=data: self._serve(r, f, d), self.process)
 
-    def _serve(self, ref: Ref, function: Any, data: bytes) -> None:
+    def _serve(self, ref: Ref, function: Any, data: Any) -> None:
         self._run(ref, function, data)
         self._num_running -= 1
         self._pump()
 
-    def _run(self, ref: Ref, function: Any, data: bytes) -> None:
+    def _run(self, ref: Ref, function: Any, data: Any) -> None:
         args, kwargs = _loads(data)
         try:
             value = function(*args, **kwargs)
-        except Ended:
-            raise
         except Exception as error:
-            world().check()
-            if isinstance(error, RayActorError):  # as Ray: the error of the task that waited for a dead actor
-                error = RayTaskError(function.__name__, "traceback", error)
-            elif not isinstance(error, RayTaskError):
-                error = RayTaskError(function.__name__, _traceback(error), error)
-            self._reply(ref, None, error)
+            self._fail_task(ref, function.__name__, error)
         else:
             self._reply(ref, value)
+
+    def _advance(self, ref: Ref, steps: Steps[Any]) -> None:
+        """Run a method up to the next moment at which it waits."""
+        here = world()
+        if self.process.is_dead:
+            return
+        if self.process.is_paused:  # a thread that is held until the process goes on
+            here.spawn("verb", lambda: self._advance(ref, steps), self.process)
+            return
+        try:
+            seconds = next(steps)
+        except StopIteration as end:
+            self._reply(ref, end.value)
+        except Exception as error:
+            self._fail_task(ref, steps.__name__, error)
+        else:
+            here.at(seconds, lambda: self._advance(ref, steps))
+            return
+        self._num_running -= 1
+        self._pump()
+
+    def _fail_task(self, ref: Ref, name: str, error: Exception) -> None:
+        if self.process.is_dead or world().is_closing:
+            raise Ended(self.process.name) from None
+        if isinstance(error, RayActorError):  # as Ray: the error of the task that waited for a dead actor
+            error = RayTaskError(name, "traceback", error)
+        elif not isinstance(error, RayTaskError):
+            error = RayTaskError(name, _traceback(error), error)
+        self._reply(ref, None, error)
 
     def _reply(self, ref: Ref, value: Any, error: Exception | None = None) -> None:
         here, seconds = world(), 0.0
         if isinstance(value, Later):
             value, seconds = value.value, value.seconds
-        data = b"" if error is not None else _dumps(value)
+        data = None if error is not None else _dumps(value)
         delay = seconds + here.globals["network"].delay_s(self.process, self._parent, _LATENCY_S)
 
         def arrive() -> None:
@@ -267,7 +320,7 @@ class Actor:
         if self._init_error is not None:
             error._actor_init_failed = True
         self._open.pop(ref, None)
-        ref.resolve(b"", error)
+        ref.resolve(None, error)
 
 
 def _traceback(error: Exception) -> str:
@@ -300,18 +353,21 @@ def wait(refs: Sequence[Ref], *, num_returns: int = 1, timeout: float | None = N
     here = world()
     here.check()
     until = None if timeout is None else here.after(timeout)
-    while sum(ref.is_done for ref in refs) < min(num_returns, len(refs)):
+    wanted = min(num_returns, len(refs))
+    while len(pending := [ref for ref in refs if not ref.is_done]) > len(refs) - wanted:
         if until is not None and here.now >= until:
             break
-        pending = [ref for ref in refs if not ref.is_done]
         for ref in pending:
             ref.waiting.append(here.current)
         here.park(None if until is None else until - here.now)
         for ref in pending:
             if here.current in ref.waiting:
                 ref.waiting.remove(here.current)
-    done = [ref for ref in refs if ref.is_done][:num_returns]
-    return done, [ref for ref in refs if ref not in done]
+    done: list[Ref] = []
+    others: list[Ref] = []
+    for ref in refs:
+        (done if ref.is_done and len(done) < num_returns else others).append(ref)
+    return done, others
 
 
 def get(refs: Any, timeout: float | None = None) -> Any:

@@ -15,7 +15,7 @@ from ray.exceptions import RayError
 
 from slime.backends.protocols import EngineInfo
 from slime.utils.errors import EngineError, EngineSilent, SlimeError
-from tests.simulation.cluster import Later, inline
+from tests.simulation.cluster import Later, Steps, inline, waited
 from tests.simulation.network import Exchange, Server, network
 from tests.simulation.world import Process, world
 
@@ -176,7 +176,7 @@ class SimulatedEngine:
         return info
 
     def register(self, router_url: str) -> None:
-        url = self._verb("register").url
+        url = waited(self._verb("register")).url
         network().call("POST", f"{router_url}/workers", {"url": url}, _CONTROL_TIMEOUT_S)
         if url not in [worker["url"] for worker in network().call("GET", f"{router_url}/workers")["workers"]]:
             raise EngineError(f"the router did not take {url}")
@@ -189,11 +189,11 @@ class SimulatedEngine:
     def is_leaving(self) -> bool:
         return self._server is not None and not self._server.process.is_dead and self._server.has_notice
 
-    def abort_all(self) -> None:
-        self._verb("abort_all").abort_all()
+    def abort_all(self) -> Steps[None]:
+        (yield from self._verb("abort_all")).abort_all()
 
-    def num_requests(self) -> int:
-        return self._verb("num_requests").num_requests
+    def num_requests(self) -> Steps[int]:
+        return (yield from self._verb("num_requests")).num_requests
 
     @inline
     def is_responsive(self, timeout_s: float) -> bool | Later:
@@ -202,60 +202,62 @@ class SimulatedEngine:
         silent = network().is_cut_until.get(self._server.process, 0.0) > world().now
         return Later(False, timeout_s) if silent or self._server.process.is_paused else True
 
+    @inline
     def raise_if_dead(self) -> None:
         if self.has_ended():
             raise EngineError(f"engine {self._rank} died with status -9.")
 
+    @inline
     def stop(self) -> None:
         if self._server is not None:
             world().kill(self._server.process)
 
-    def _verb(self, name: str, timeout_s: float = _CONTROL_TIMEOUT_S) -> EngineServer:
+    def _verb(self, name: str, timeout_s: float = _CONTROL_TIMEOUT_S) -> Steps[EngineServer]:
         """Reach the server, or raise as the HTTP call of an engine does."""
         here, server = world(), self._server
         if server is None:
             raise EngineError(f"engine {self._rank} has not started")
         start = here.now
-        here.sleep(_VERB_S)
+        yield _VERB_S
         while not server.process.is_dead and (
             server.process.is_paused or network().is_cut_until.get(server.process, 0.0) > here.now
         ):
             if here.now > start + timeout_s:
                 raise EngineSilent(f"engine {self._rank}: {name}: no answer within {timeout_s:g} s", [server.url])
-            here.sleep(0.25)
+            yield 0.25
         self.raise_if_dead()
         here.note(f"verb {server.process.name}.{name}")
         return server
 
-    def pause_generation(self, mode: str = "retract") -> None:
-        self._verb("pause").pause()
+    def pause_generation(self, mode: str = "retract") -> Steps[None]:
+        (yield from self._verb("pause")).pause()
 
-    def continue_generation(self) -> None:
-        self._verb("continue").resume()
+    def continue_generation(self) -> Steps[None]:
+        (yield from self._verb("continue")).resume()
 
-    def flush_cache(self, timeout_s: float | None = None) -> None:
-        self._verb("flush")
+    def flush_cache(self, timeout_s: float | None = None) -> Steps[None]:
+        yield from self._verb("flush")
 
-    def update_weights_from_disk(self, model_path: str, weight_version: str) -> None:
-        self.load_number(int(model_path.rpartition("/")[2]), weight_version)
+    def update_weights_from_disk(self, model_path: str, weight_version: str) -> Steps[None]:
+        yield from self.load_number(int(model_path.rpartition("/")[2]), weight_version)
 
-    def load_number(self, trained_on: int, weight_version: str) -> None:
+    def load_number(self, trained_on: int, weight_version: str) -> Steps[None]:
         """Weights that arrive from the trainer's ranks, as ``update_weights_from_distributed``."""
-        server = self._verb("load", self._args.weight_sync_timeout)
-        world().sleep(0.1 * (1 + world().random.random()))
+        server = yield from self._verb("load", self._args.weight_sync_timeout)
+        yield 0.1 * (1 + world().random.random())
         server.trained_on, server.version = trained_on, weight_version
 
-    def begin_weight_update(self) -> None:
-        self._verb("begin")
+    def begin_weight_update(self) -> Steps[None]:
+        yield from self._verb("begin")
 
-    def end_weight_update(self) -> None:
-        self._verb("end")
+    def end_weight_update(self) -> Steps[None]:
+        yield from self._verb("end")
 
-    def weight_version(self) -> str:
-        return self._verb("version").version
+    def weight_version(self) -> Steps[str]:
+        return (yield from self._verb("version")).version
 
-    def release_memory_occupation(self, tags: Sequence[str] = ()) -> None:
-        self._verb("release")
+    def release_memory_occupation(self, tags: Sequence[str] = ()) -> Steps[None]:
+        yield from self._verb("release")
 
-    def resume_memory_occupation(self, tags: Sequence[str] = ()) -> None:
-        self._verb("resume")
+    def resume_memory_occupation(self, tags: Sequence[str] = ()) -> Steps[None]:
+        yield from self._verb("resume")

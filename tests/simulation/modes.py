@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import atexit
 import functools
-import pickle
 import shutil
 import tempfile
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+from tests.simulation.cluster import copied
 from tests.simulation.engines import FIRST_TOKEN
 from tests.simulation.law import GROUP_SIZE
 from tests.simulation.world import world
@@ -77,7 +77,7 @@ def _task() -> tuple[str, str]:
 
 
 @functools.cache
-def parsed(mode: str) -> bytes:
+def parsed(mode: str) -> Namespace:
     from slime.ray.arguments import parse_args
 
     model, prompts = _task()
@@ -91,11 +91,11 @@ def parsed(mode: str) -> bytes:
     argv += ["--custom-rm-path", "tests.simulation.modes.reward", "--save", "/tmp/none", "--load", "/tmp/none"]
     if "--eval-interval" in more:
         argv += ["--eval-prompt-data", "few", prompts]
-    return pickle.dumps(parse_args(argv=[*argv, *more], is_async=is_async))
+    return parse_args(argv=[*argv, *more], is_async=is_async)
 
 
 def arguments(mode: str, root: Path) -> Namespace:
-    args: Namespace = pickle.loads(parsed(mode))
+    args: Namespace = copied(parsed(mode))
     vars(args).update(save=f"{root}/save", load=f"{root}/save", output_dir=f"{root}/out", experiment_name="run")
     vars(args).update(num_rollout=world().globals["num_rollouts"])
     return args

@@ -49,36 +49,82 @@ class Server:
 
 
 class Exchange:
-    """One request and its answer. ``on_close`` is called if the client leaves."""
+    """One request at a server, and its answer. ``on_close`` is called if the client leaves."""
 
     def __init__(self, server: Server, method: str, path: str, body: Any, answer: Answer) -> None:
         self.server, self.method, self.path, self.body = server, method, path, body
         self._answer = answer
         self.is_over = False
-        self.on_close: Callable[[], None] = lambda: None
+        self.on_close: Callable[[], None] | None = None
         server.open[self] = None
 
     def reply(self, status: int, content: Any) -> None:
         """Send the answer, unless the server is dead by then or the client has left."""
-        if self.is_over or self.server.process.is_dead:
-            return
-        self._end()
-        self._answer(status, content)
+        if not (self.is_over or self.server.process.is_dead):
+            self._end()(status, content)
 
     def fail(self) -> None:
         if not self.is_over:
-            self._end()
-            self._answer(_BROKEN, None)
+            self._end()(_BROKEN, None)
 
     def close(self) -> None:
         """The client leaves."""
         if not self.is_over:
+            on_close = self.on_close
             self._end()
-            self.on_close()
+            if on_close is not None:
+                on_close()
 
-    def _end(self) -> None:
+    def _end(self) -> Answer:
+        """Returns the function that takes the answer."""
         self.is_over = True
         self.server.open.pop(self, None)
+        # without cycles of references the collector has little to do
+        answer, self._answer, self.on_close = self._answer, _ignored, None
+        return answer
+
+
+class _Request:
+    """A request of a process on its way, and its answer on the way back."""
+
+    def __init__(self, network: Network, sender: Process, answer: Answer) -> None:
+        self._network, self._sender, self._answer = network, sender, answer
+        self._is_over = False
+        self._exchange: Exchange | None = None
+        self.reply_is_lost = False
+
+    def finish(self, status: int, content: Any) -> None:
+        """Give the answer to the sender, once."""
+        if not self._is_over and not self._sender.is_dead:
+            self._is_over = True
+            self._answer(status, content)
+
+    def close(self) -> None:
+        """The sender closes the connection."""
+        self._is_over = True
+        if self._exchange is not None:
+            self._exchange.close()
+
+    def arrive(self, server: Server, method: str, path: str, body: Any, has_reader: bool) -> None:
+        if self._is_over:
+            return
+        if server.process.is_dead:
+            self.finish(_REFUSED, None)
+        elif server.process.is_paused:  # the kernel accepts the connection, nothing answers
+            world().at(0.5, lambda: self.arrive(server, method, path, body, has_reader))
+        elif has_reader:
+            answer = functools.partial(self._reply, server.process)
+            self._exchange = Exchange(server, method, path, body, answer)
+            server.handle(self._exchange)
+        else:
+            server.handle(Exchange(server, method, path, body, _ignored))
+
+    def _reply(self, receiver: Process, status: int, content: Any) -> None:
+        self._exchange = None
+        back_s = self._network.delay_s(receiver, self._sender, _LATENCY_S)
+        if self.reply_is_lost or status < 0 or back_s > _SILENCE_S:
+            status, content = _BROKEN, None
+        world().at(min(back_s, _SILENCE_S), lambda: self.finish(status, content))
 
 
 class Network:
@@ -98,72 +144,39 @@ class Network:
     def delay_s(self, sender: Process, receiver: Process, base_s: float) -> float:
         """Time until a message arrives: TCP holds it back during a partition."""
         here = self._world
-        until = max((self.is_cut_until.get(process, 0.0) for process in (sender, receiver)), default=0.0)
-        jitter = base_s * (0.5 + here.random.random()) + self.extra_delay_s * here.random.random()
-        return max(0.0, until - here.now) + jitter
+        delay_s = base_s * (0.5 + here.random.random()) + self.extra_delay_s * here.random.random()
+        if self.is_cut_until:
+            until = max(self.is_cut_until.get(process, 0.0) for process in (sender, receiver))
+            delay_s += max(0.0, until - here.now)
+        return delay_s
 
     def request(self, sender: Process, method: str, url: str, body: Any, answer: Answer) -> Callable[[], None]:
         """Send a request. Returns a function that closes the connection."""
         here, parts = self._world, urlsplit(url)
-        base = f"{parts.scheme}://{parts.netloc}"
-        server = self.servers.get(base)
-        is_over = False
-        exchanges: list[Exchange] = []
-
-        def once(status: int, content: Any) -> None:
-            nonlocal is_over
-            if not is_over and not sender.is_dead:
-                is_over = True
-                answer(status, content)
-
-        def close() -> None:
-            nonlocal is_over
-            is_over = True
-            for exchange in exchanges:
-                exchange.close()
-
+        server = self.servers.get(f"{parts.scheme}://{parts.netloc}")
+        request = _Request(self, sender, answer)
         if server is None or server.process.is_dead:
-            here.at(_LATENCY_S, lambda: once(_REFUSED, None))
-            return close
+            here.at(_LATENCY_S, lambda: request.finish(_REFUSED, None))
+            return request.close
         here.note(f"http {sender.name} {method} {server.process.name}{parts.path}")
-        is_lost, reply_is_lost = here.chance(self.loss), here.chance(self.loss)
+        is_lost, request.reply_is_lost = here.chance(self.loss), here.chance(self.loss)
         there = self.delay_s(sender, server.process, _LATENCY_S)
         if there > _SILENCE_S:
-            here.at(_SILENCE_S, lambda: once(_BROKEN, None))
-            return close
-
-        def reply(status: int, content: Any) -> None:
-            back = self.delay_s(server.process, sender, _LATENCY_S)
-            lost = reply_is_lost or status < 0 or back > _SILENCE_S
-            here.at(min(back, _SILENCE_S), lambda: once(_BROKEN, None) if lost else once(status, content))
-
-        def arrive(answers: Answer) -> None:
-            if is_over:
-                return
-            if server.process.is_dead:
-                once(_REFUSED, None)
-            elif server.process.is_paused:  # the kernel accepts the connection, nothing answers
-                here.at(0.5, lambda: arrive(answers))
-            else:
-                exchange = Exchange(server, method, parts.path, body, answers)
-                if answers is reply:
-                    exchanges.append(exchange)
-                server.handle(exchange)
-
+            here.at(_SILENCE_S, lambda: request.finish(_BROKEN, None))
+            return request.close
         if is_lost:  # with the connection
-            here.at(there, lambda: once(_BROKEN, None))
-        arrivals = self._arrivals(is_lost, there, self.delay_s(sender, server.process, 0.1), reply)
-        for at_s, answers in arrivals:
-            here.at(at_s, functools.partial(arrive, answers))
-        return close
+            here.at(there, lambda: request.finish(_BROKEN, None))
+        for at_s, has_reader in self._arrivals(is_lost, there, self.delay_s(sender, server.process, 0.1)):
+            here.at(at_s, functools.partial(request.arrive, server, method, parts.path, body, has_reader))
+        return request.close
 
-    def _arrivals(self, is_lost: bool, there_s: float, late_s: float, reply: Answer) -> list[tuple[float, Answer]]:
-        """When a request arrives, and what happens with its answer. The sender gets the answer to the first one."""
-        arrivals = [(there_s, reply)]
+    def _arrivals(self, is_lost: bool, there_s: float, late_s: float) -> list[tuple[float, bool]]:
+        """When a request arrives, and whether its answer has a reader. The sender gets the answer to the first one."""
+        arrivals = [(there_s, True)]
         if is_lost:  # it may have arrived before, and then it runs without a reader
-            arrivals = [(there_s / 2, _ignored)] if self._world.chance(0.5) else []
+            arrivals = [(there_s / 2, False)] if self._world.chance(0.5) else []
         if self._world.chance(self.duplicates):
-            arrivals.append((there_s + late_s, _ignored))
+            arrivals.append((there_s + late_s, False))
         return arrivals
 
     def call(self, method: str, url: str, body: Any = None, timeout_s: float = 10.0) -> Any:

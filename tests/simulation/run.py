@@ -13,7 +13,6 @@ import functools
 import gc
 import importlib
 import logging
-import pickle
 import random
 import shutil
 import sys
@@ -119,19 +118,24 @@ class _Labels(_Quiet):
 class _Store:
     """Ray's internal store of process infos and heartbeats, which stop while a process is paused."""
 
-    @staticmethod
-    def read(key: str, namespace: str) -> bytes | None:
-        import dataclasses
-        import json
-
-        from slime.ray.watch.heartbeat import ProcessInfo
-
+    @classmethod
+    def read(cls, key: str, namespace: str) -> bytes | None:
         actor_id, _, what = key.partition(".")
         process = world().processes[int(actor_id, 16)]
         if what:
             at = process.paused_at if process.is_paused else world().now
             return str(int(at)).encode()
-        info = ProcessInfo(process.name, process.number, "host", 0.0, "", "", actor_id, "node", 10.0)
+        return cls._info(process.name, process.number, actor_id)
+
+    @staticmethod
+    @functools.lru_cache(maxsize=1000)
+    def _info(name: str, number: int, actor_id: str) -> bytes:
+        import dataclasses
+        import json
+
+        from slime.ray.watch.heartbeat import ProcessInfo
+
+        info = ProcessInfo(name, number, "host", 0.0, "", "", actor_id, "node", 10.0)
         return json.dumps(dataclasses.asdict(info)).encode()
 
 
@@ -172,7 +176,7 @@ def _names() -> Iterator[tuple[str, str, Any]]:
     yield "slime.ray.rollout", "FinishedSamples", lambda args: _QUIET
     yield "slime.ray.engines.servers", "RouterProcess", network.RouterProcess
     yield "slime.ray.run.start", "EnginePort", engines.EnginePort
-    yield "slime.ray.run.restart", "copy", SimpleNamespace(deepcopy=lambda args: pickle.loads(pickle.dumps(args)))
+    yield "slime.ray.run.restart", "copy", SimpleNamespace(deepcopy=cluster.copied)
     yield "slime.ray.engines.servers", "fork_server_of", nothing
     yield "slime.ray.engines.servers", "node_address", lambda: "host"
     for module in ("slot", "slots"):
@@ -256,6 +260,7 @@ def installed() -> Iterator[None]:
         disabled = logging.root.manager.disable
         logging.disable(logging.CRITICAL)
         patches.callback(logging.disable, disabled)
+        put(logging.Manager, "_clear_cache", lambda manager: None)  # of 1500 loggers, at each start of a trainer
         hook = sys.unraisablehook
         sys.unraisablehook = lambda _: None
         patches.callback(_new_manager)

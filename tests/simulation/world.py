@@ -314,6 +314,10 @@ class World:
         self.current = self.main
         for call in self.on_close:
             call()
+        for process in self.processes:  # no cycles remain, so the collector has little to do
+            process.on_death.clear()
+        self.globals.clear()
+        self._timers.clear()
 
 
 def world() -> World:

@@ -93,7 +93,7 @@ def test_an_evaluation_that_new_weights_interrupt_is_found(monkeypatch):
 
     monkeypatch.setattr(Run, "sync_weights", without_waiting)
     slow = [Fault(at, "slow network", seconds=60.0) for at in range(200, 400, 20)]
-    results = [simulate(1, mode="train_async, two ranks, background evaluation", planned=[fault]) for fault in slow]
+    results = [simulate(3, mode="train_async, two ranks, background evaluation", planned=[fault]) for fault in slow]
     found = [problem for result in results for problem in result.problems]
     assert found
     assert all(re.fullmatch(r"the evaluation after rollout \d scored tokens of versions .*", each) for each in found)
