@@ -77,9 +77,7 @@ class RunConfig:
     def args(self) -> Namespace:
         """The namespace for users' hooks and plugins: every argument, and the facts."""
         # One object per process, because hooks keep state in it: ``with_facts`` adds to it instead of making another.
-        args = Namespace()
-        vars(args).update(self._merged)  # as keywords, each would be set by its own call of setattr
-        return args
+        return Namespace(**self._merged)
 
     def with_facts(self, **facts: Any) -> RunConfig:
         """The configuration after the start has learned ``facts`` (fields of :class:`RunFacts`)."""

@@ -71,7 +71,6 @@ _WARNED: set[str] = set()
 # Span ids of different processes must not be equal.
 _PROCESS = uuid.uuid4().hex[:8]
 _SPAN_NUMBERS = itertools.count()
-_IGNORED = reported(lambda _: logger.debug("tracing failed", exc_info=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -413,6 +412,6 @@ def _find_handles(target: Any) -> Iterator[TraceHandle]:
 
 def _quietly(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     """The result, or None if tracing fails: its errors must not reach the caller."""
-    with _IGNORED:
+    with reported(lambda _: logger.debug("tracing failed", exc_info=True)):
         return function(*arguments, **named)
     return None

@@ -7,7 +7,7 @@ sample), the offending value, the rule and the fix.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -107,17 +107,13 @@ def translated(convert: Callable[[BaseException], Exception], also: type[BaseExc
         raise converted from error
 
 
-class reported(AbstractContextManager[None]):  # a class, because each span enters one
+@contextmanager
+def reported(report: Callable[[Exception], object]) -> Iterator[None]:
     """Do work whose failure must not end the run: ``report`` gets the error, and the block ends."""
-
-    def __init__(self, report: Callable[[Exception], object]) -> None:
-        self._report = report
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        if not isinstance(error, Exception):
-            return False
-        self._report(error)
-        return True
+    try:
+        yield
+    except Exception as error:
+        report(error)
 
 
 @contextmanager

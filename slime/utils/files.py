@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from uuid import uuid4
 
-from slime.utils.errors import ConfigError
+from slime.utils.errors import ConfigError, undone
 
 
 @contextlib.contextmanager
@@ -31,16 +31,17 @@ def replacing(path: Path, *, sync: bool = False) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     # in the same folder: a rename is atomic only within a file system. The pid keeps parallel writers apart.
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
+
+    def discard() -> None:
+        with contextlib.suppress(OSError):  # also if the disk is gone: the error of the block is more useful
+            partial.unlink()
+
+    with undone(discard):
         yield partial
         if sync:
             with partial.open("rb") as file:
                 os.fsync(file.fileno())
         partial.replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):  # also if the disk is gone: the error of the block is more useful
-            partial.unlink()
-        raise
 
 
 def is_private_directory(directory: Path) -> bool:
