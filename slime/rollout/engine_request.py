@@ -342,9 +342,8 @@ def _of_abort(reply: Mapping[str, Any], sampling_params: Mapping[str, Any], stop
         return _without_tokens(reply)
     strings = sampling_params.get("stop") or ()
     has_string = any(string in reply["text"] for string in ([strings] if isinstance(strings, str) else strings))
-    if not has_string and not any(is_stop):
-        return reply
-    return {**reply, "meta_info": reply["meta_info"] | {"finish_reason": {"type": "stop"}}}
+    changed = {"finish_reason": {"type": "stop"}} if has_string or any(is_stop) else {}
+    return {**reply, "meta_info": reply["meta_info"] | changed}
 
 
 def stop_token_ids(hf_checkpoint: str | None, sampling_params: Mapping[str, Any], tokenizer: Any) -> set[int]:

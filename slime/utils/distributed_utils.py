@@ -123,7 +123,7 @@ def join_group(
     backend: str,
     timeout_s: float,
     interfaces: str | None = None,
-    wait: Callable[[], object] | None = None,
+    wait: Callable[[], object] = lambda: None,
 ) -> ProcessGroup:
     """Join a process group that is independent of the default group, as SGLang's ``init_custom_process_group`` does.
 
@@ -141,9 +141,7 @@ def join_group(
     timeout = timedelta(seconds=timeout_s)
     place = (master_address, master_port, world_size)
     failures: list[Exception] = []
-    watcher = threading.Thread(
-        target=_watch, args=(wait, place, failures), name=f"members of {group_name}", daemon=True
-    )
+    watcher = threading.Thread(target=_watch, args=(wait, place, failures), name=group_name, daemon=True)
     watcher.start()
     try:
         store, _, _ = next(rendezvous(f"tcp://{master_address}:{master_port}", rank, world_size, timeout=timeout))
@@ -166,11 +164,10 @@ def join_group(
     return group
 
 
-def _watch(wait: Callable[[], object] | None, place: tuple[str, int, int], failures: list[Exception]) -> None:
+def _watch(wait: Callable[[], object], place: tuple[str, int, int], failures: list[Exception]) -> None:
     """Call ``wait``. If it fails, end the wait of rank 0 in the store."""
     with kept(failures):
-        if wait is not None:
-            wait()
+        wait()
     if failures:
         connecting = timedelta(seconds=_CONNECT_TIMEOUT_S)
         with suppress(dist.DistStoreError, dist.DistNetworkError):
