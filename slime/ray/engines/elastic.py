@@ -231,5 +231,6 @@ class ElasticEngines:
 
     def _note_number(self) -> None:
         # A fact that requests read: their number in flight grows with the number of engines.
-        number = len(self._models[0].engines.states()) + len(self._reserving)
+        first = self._models[:1]  # none after stop()
+        number = sum(len(model.engines.states()) for model in first) + len(self._reserving)
         vars(self._args)["rollout_num_engines"] = max(1, number)

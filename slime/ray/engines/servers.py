@@ -376,6 +376,7 @@ class RolloutServers(EngineMemory, ElasticEngines):
             model.engines.stop(leaves_router=model.registers and not model.router.is_ours)
             model.router.stop()
         self._models = []
+        self._reserving.clear()  # devices that arrive now go back
         release_placement_groups({str(rank): gpus for rank, gpus in self._joined.items()})
         if self._fork_server is not None:
             self._fork_server.stop()

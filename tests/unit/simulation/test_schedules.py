@@ -83,6 +83,10 @@ def test_an_evaluation_whose_engines_all_return_with_newer_weights_is_repeated()
     assert not simulate(653).problems
 
 
+def test_devices_that_arrive_when_a_run_ends_end_no_thread_with_an_error():
+    assert not simulate(2428).problems
+
+
 def test_an_evaluation_that_new_weights_interrupt_is_found(monkeypatch):
     sync_weights = Run.sync_weights
 
