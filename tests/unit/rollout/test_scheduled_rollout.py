@@ -145,7 +145,8 @@ def test_each_part_has_its_recorded_weights_and_length_and_the_last_ends_by_itse
     assert parts.reward == expected[-1]
 
 
-def test_a_branch_continues_samples_that_earlier_weights_began(setup, tmp_path):
+def begun_by_version_0(setup, tmp_path):
+    """``(args, model, samples)``: version 0 generated three tokens of the first sample of rollout 1, and the other."""
     cut, whole = [[0, 3], [1, LENGTH]], [[0, LENGTH]]
     write(tmp_path, {0: [[0, 0, 0, whole], [0, 1, 0, whole]], 1: [[1, 2, 0, cut], [1, 3, 0, whole]]})
     args, model = setup(rollout_batch_size=1)
@@ -153,10 +154,15 @@ def test_a_branch_continues_samples_that_earlier_weights_began(setup, tmp_path):
     generate_rollout(args, 0, source)
     model.version = 1
     recorded = generate_rollout(args, 1, source).samples
+    scheduled_rollout._replay = None
+    return args, model, recorded
+
+
+def test_a_branch_continues_samples_that_earlier_weights_began(setup, tmp_path):
+    args, model, recorded = begun_by_version_0(setup, tmp_path)
     with (tmp_path / SCHEDULE).open("a") as file:
         for sample in iter_samples(recorded):
             file.write(json.dumps({"begun": sample.to_dict()}) + "\n")
-    scheduled_rollout._replay = None
     asked = len(model.seen)
     again = generate_rollout(args, 1, RolloutDataSourceWithBuffer(args)).samples
     assert tokens_of(again) == tokens_of(recorded)
@@ -165,14 +171,7 @@ def test_a_branch_continues_samples_that_earlier_weights_began(setup, tmp_path):
 
 
 def test_a_sample_that_was_aborted_with_its_last_token_is_rewarded_in_a_branch(setup, tmp_path):
-    cut, whole = [[0, 3], [1, LENGTH]], [[0, LENGTH]]
-    write(tmp_path, {0: [[0, 0, 0, whole], [0, 1, 0, whole]], 1: [[1, 2, 0, cut], [1, 3, 0, whole]]})
-    args, model = setup(rollout_batch_size=1)
-    source = RolloutDataSourceWithBuffer(args)
-    generate_rollout(args, 0, source)
-    model.version = 1
-    recorded = generate_rollout(args, 1, source).samples
-    scheduled_rollout._replay = None
+    args, _, recorded = begun_by_version_0(setup, tmp_path)
     source = RolloutDataSourceWithBuffer(args)
     _, second = source.get_samples(2)
     for sample, known, count in zip(second, iter_samples(recorded), (3, LENGTH), strict=True):
