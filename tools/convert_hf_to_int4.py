@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     import torch
 
     from slime.backends.protocols import NamedTensor
-    from slime.backends.training.gptq import InputStatistics
+    from tools.gptq import InputStatistics
 
 _TEXT_KEYS = ("text", "prompt", "input", "messages")
 _KEPT = (
@@ -146,7 +146,7 @@ class _Matrix:
     inputs: InputStatistics = field(init=False)
 
     def __post_init__(self) -> None:
-        from slime.backends.training.gptq import InputStatistics
+        from tools.gptq import InputStatistics
 
         self.inputs = InputStatistics(self.weight.shape[1], self.weight.device)
 
@@ -322,8 +322,8 @@ def _quantise_matrix(matrix: _Matrix, done: dict[str, list[torch.Tensor]], optio
     """Quantize the matrix, also in the model. Returns its squared error divided by that of rounding to nearest."""
     import torch
 
-    from slime.backends.training.gptq import quantise, squared_error
     from slime.weight_sync.quantize import int4_scale, pack_int4, round_int4
+    from tools.gptq import quantise, squared_error
 
     weight, products, size = matrix.weight, matrix.inputs.products, options.quant_group_size
     values, scales = quantise(weight, products, size, options.dampening_frac)

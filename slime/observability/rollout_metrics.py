@@ -13,6 +13,8 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from slime.algorithms.estimators import find_estimator
 from slime.observability.logging_utils import collecting
 from slime.observability.metric_utils import (
@@ -361,7 +363,7 @@ def _compute_top_p_kept_vocab_metrics(args: Namespace, all_samples: Sequence[Sam
         if offsets is None or sample.remove_sample:
             continue
         # converted at once: indexing a tensor item by item takes many times as long
-        ends = offsets.tolist() if hasattr(offsets, "tolist") else offsets
+        ends = np.asarray(offsets).tolist()
         mask = sample.loss_mask if sample.loss_mask is not None else [1] * sample.response_length
         spans = zip(ends[:-1], ends[1:], mask, strict=True)
         sizes += [end - start for start, end, is_trained in spans if is_trained]

@@ -15,8 +15,8 @@ from tests.architecture.sources import ROOT, Module, modules
 
 # Name of a measure -> today's number. Measures in LEAST must not fall below it, all others must not exceed it.
 LIMITS: dict[str, float] = {
-    "files": 401,
-    "lines": 76437,
+    "files": 400,
+    "lines": 76348,
     "small files, %": 19.7,
     "functions that take args, %": 5.43,
     "writes to args": 0,

@@ -73,9 +73,9 @@ class ExternalEngineInfo:
         return self.worker_type in (WorkerType.PREFILL, WorkerType.DECODE)
 
     @classmethod
-    def in_args(cls, args: Namespace) -> list[ExternalEngineInfo]:
-        """Those that a step of ``rules`` has put into the arguments."""
-        return [cls(**info) for info in args.rollout_external_engine_infos]
+    def of_all(cls, infos: Sequence[Mapping[str, Any]]) -> list[ExternalEngineInfo]:
+        """Those that a step of ``rules`` has put into the arguments as ``rollout_external_engine_infos``."""
+        return [cls(**info) for info in infos]
 
 
 def normalize_external_engine_addr(addr: str) -> str:

@@ -352,7 +352,7 @@ def _pd_flag(args: Namespace) -> str | None:
     if args.prefill_num_servers is not None:
         return f"--prefill-num-servers {args.prefill_num_servers}"
     infos = vars(args).get("rollout_external_engine_infos")
-    if infos is not None and any(info.is_pd_worker for info in ExternalEngineInfo.in_args(args)):
+    if infos is not None and any(info.is_pd_worker for info in ExternalEngineInfo.of_all(infos)):
         return _EXTERNAL
     return next((text for model, text in _pd_models(args) if model.updates_weights), None)
 
@@ -393,7 +393,7 @@ def _external(args: Namespace) -> Iterator[str]:
             yield f"{flag} does not work with {_EXTERNAL}: engines of others give no memory away. Drop one."
     if vars(args).get("rollout_external_engine_infos") is None:
         return  # a plan does not query engines
-    infos = ExternalEngineInfo.in_args(args)
+    infos = ExternalEngineInfo.of_all(args.rollout_external_engine_infos)
     for info in infos:
         yield from problems_of(info, args)
     kinds = {info.worker_type for info in infos}

@@ -76,7 +76,7 @@ class RolloutServers(EngineMemory, ElasticEngines):
         self._changing = threading.RLock()
         with undone(self.stop):  # no router may survive
             if args.rollout_external:
-                self._use_external(ExternalEngineInfo.in_args(args))
+                self._use_external(ExternalEngineInfo.of_all(args.rollout_external_engine_infos))
             elif self.awaits_engines:
                 self._use_external([])
             else:

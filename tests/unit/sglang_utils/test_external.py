@@ -125,7 +125,7 @@ def test_the_arguments_learn_how_many_engines_and_devices_there_are(server):
         step(Namespace(rollout_external_engine_addrs=[], debug_train_only=False))
     step(args)
     assert (args.rollout_num_engines, args.rollout_num_gpus) == (1, 2)
-    assert ExternalEngineInfo.in_args(args) == discover_external_engines([server.url])
+    assert ExternalEngineInfo.of_all(args.rollout_external_engine_infos) == discover_external_engines([server.url])
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """GPTQ: 4-bit weights whose rounding errors cancel on the inputs of a layer.
 
-Called by ``tools/convert_hf_to_int4.py``. Knows matrices, no models.
+For ``tools/convert_hf_to_int4.py``. Knows matrices, no models.
 """
 
 from __future__ import annotations

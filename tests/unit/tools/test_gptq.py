@@ -9,11 +9,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from slime.backends.training.gptq import InputStatistics, quantise, squared_error
 from slime.backends.training.hf_files import TensorReader
 from slime.weight_sync.quantize import int4_scale, quantize_int4, round_int4
 from tests.unit.megatron_utils.tiny_families import make_family_checkpoint
 from tools.convert_hf_to_int4 import quantise_model
+from tools.gptq import InputStatistics, quantise, squared_error
 
 CPU = torch.device("cpu")
 
