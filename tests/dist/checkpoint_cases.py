@@ -318,7 +318,7 @@ def publish(
     updater = send_disk.DiskUpdater(ranks, send_disk.DiskSettings(Path(root)))
     error = ""
     try:
-        updater._publish_full(1, trainer)
+        updater._publish(1, trainer)
     except EngineError as caught:
         error = str(caught)
     written = Path(root) / "weight_v000001" / "slime_weights.json"
