@@ -45,13 +45,18 @@ def preempt(run: Running, engines: str, chance: random.Random) -> None:
     """Send SIGTERM to a random engine that generates, and wait until three serve again."""
     url = chance.choice(run.wait(lambda: [url for url in serving(engines) if is_generating(url)]))
     time.sleep(chance.uniform(0, _LONGEST_PAUSE_S))
-    before = run.text().count("its process got SIGTERM")
+    before = _num_gone(run)
     if chance.random() < 0.5:
         server_of(url).send_signal(signal.SIGTERM)
     else:
         actors = [pid for pid, command in marked(run.mark) if "ray::EngineActor" in command]
         os.kill(chance.choice(actors), signal.SIGTERM)
-    run.wait(lambda: run.text().count("its process got SIGTERM") > before and len(serving(engines)) == 3)
+    run.wait(lambda: _num_gone(run) > before and len(serving(engines)) == 3)
+
+
+def _num_gone(run: Running) -> int:
+    """Engines that have left, or that ended in the middle of a weight sync."""
+    return sum(map(run.text().count, ("its process got SIGTERM", "its process ended")))
 
 
 def measure(num_preemptions: int, seed: int, num_rollout: int) -> dict[str, Any]:
