@@ -51,6 +51,7 @@ _LOADS = "/v1/loads?include=core"
 _REGISTER_TIMEOUT_S = 300.0
 _ANSWER_TIMEOUT_S = 5.0
 _CONNECT_TIMEOUT_S = 2.0
+_ENDING_S = 5.0  # from the loss of a connection to the end of the server's process
 
 
 @dataclass(frozen=True)
@@ -174,12 +175,14 @@ class SGLangEngine(AdapterCalls):
         """The reason why a part on another node ended, or None while all parts run."""
         return next((lost for node in self._other_nodes if (lost := node.lost()) is not None), None)
 
-    def _answers(self) -> bool:
+    def _is_ok(self, path: str, timeout_s: float = _ANSWER_TIMEOUT_S) -> bool:
         try:
-            is_ready = self._client.get("/model_info", timeout=_ANSWER_TIMEOUT_S).status_code == 200
+            return self._client.get(path, timeout=timeout_s).status_code == 200
         except httpx.HTTPError:
             return False
-        return is_ready and self._listens()
+
+    def _answers(self) -> bool:
+        return self._is_ok("/model_info") and self._listens()
 
     def _listens(self) -> bool:
         """Whether the port belongs to this server."""
@@ -210,11 +213,8 @@ class SGLangEngine(AdapterCalls):
                 return self._request("GET", _LOADS, timeout_s=timeout_s, needs="loads")["loads"] is not None
             except EngineError:
                 return False
-        try:
-            # not /health, which the HTTP process answers even if the scheduler hangs
-            return self._client.get("/health_generate", timeout=timeout_s).status_code == 200
-        except httpx.HTTPError:
-            return False
+        # not /health, which the HTTP process answers even if the scheduler hangs
+        return self._is_ok("/health_generate", timeout_s)
 
     def raise_if_dead(self) -> None:
         """Raise the cause if the server process has ended."""
@@ -255,10 +255,7 @@ class SGLangEngine(AdapterCalls):
 
     def health(self, timeout_s: float = _ANSWER_TIMEOUT_S) -> bool:
         """True if the HTTP process answers in time."""
-        try:
-            return self._client.get("/health", timeout=timeout_s).status_code == 200
-        except httpx.HTTPError:
-            return False
+        return self._is_ok("/health", timeout_s)
 
     def pause_generation(self, mode: str = "retract") -> None:
         """Stop generating. ``retract`` returns running requests to the queue, for recomputation with new weights."""
@@ -410,6 +407,9 @@ class SGLangEngine(AdapterCalls):
         try:
             response = self._client.request(method, url, json=body, timeout=timeout_s)
         except httpx.HTTPError as error:
+            if isinstance(error, httpx.RemoteProtocolError | httpx.ReadError):  # a dying server closes these first
+                with suppress(DeadlineExceeded):
+                    wait_until(lambda: not self.is_alive(), Deadline(_ENDING_S, "the server to end"))
             self.raise_if_dead()  # a death is the better explanation of a broken connection
             message = f"engine {self._spec.rank} ({self.url}): {method} {url}: {type(error).__name__}: {error}"
             if isinstance(error, httpx.TimeoutException):

@@ -20,6 +20,7 @@ from slime.backends.sglang_utils.router import remove_worker
 from slime.utils.errors import DeadlineExceeded, EngineError
 
 SERVERS_KEEPALIVE_S = 5.0
+NO_ANSWER = 0  # the server closes the connection
 
 
 class Server:
@@ -40,6 +41,9 @@ class Server:
                 server.calls.append(call)
                 server.clients.add(self.client_address[1])
                 status, body = server.answers.get(call, (404, {"error": "no such route"}))
+                if status == NO_ANSWER:
+                    self.close_connection = True
+                    return
                 data = body.encode() if isinstance(body, str) else json.dumps(body).encode()
                 self.send_response(status)
                 self.send_header("content-length", str(len(data)))
@@ -117,6 +121,17 @@ def test_an_answer_that_does_not_hold_what_it_must_is_an_engine_error(
     server.answers["GET /model_info"] = answer
     with pytest.raises(EngineError, match=message):
         engine.weight_version()
+
+
+def test_a_server_that_closes_the_connection_and_then_ends_is_reported_with_its_log(
+    engine: SGLangEngine, server: Server, tmp_path: Path
+):
+    (tmp_path / "log").write_text("RuntimeError: the cause")
+    statuses = iter([None, None, None])
+    engine._server = SimpleNamespace(exit_code=lambda: next(statuses, -9))  # type: ignore[assignment]
+    server.answers["POST /end_weight_update"] = (NO_ANSWER, "")
+    with pytest.raises(EngineError, match=r"(?s)died with status -9.*RuntimeError: the cause"):
+        engine.end_weight_update()
 
 
 def test_leaving_a_group_that_a_fresh_engine_never_joined_is_fine(engine: SGLangEngine, server: Server):
