@@ -109,10 +109,8 @@ _PLAIN = (type(None), bool, int, float, str)
 def role_args(args: Namespace, role: Role) -> Namespace:
     """A copy of the resolved ``args`` with the values of ``role``."""
     twin = copy.copy(args)
-    for name, value in vars(args).items():
-        # Roles must not share lists and dicts. Most values are plain, and deepcopy is slow with 1500 of them.
-        if not isinstance(value, _PLAIN):
-            setattr(twin, name, copy.deepcopy(value))
+    # Roles must not share lists and dicts. Most values are plain, and deepcopy is slow with 1500 of them.
+    vars(twin).update((name, copy.deepcopy(one)) for name, one in vars(args).items() if type(one) not in _PLAIN)
     path = args.megatron_config_path
     config = read_roles(path).get(role) if path is not None else None
     overrides = config.overrides if config is not None else {}
@@ -124,8 +122,7 @@ def role_args(args: Namespace, role: Role) -> Namespace:
             setattr(twin, name, _absolute(_coerce(value, vars(args).get(name)), name))
     if role == "critic":
         if path is not None:
-            for name, value in _CRITIC.items():
-                setattr(twin, name, value)
+            vars(twin).update(_CRITIC)
         if "disable_param_buffers_cpu_backup" not in overrides:
             twin.disable_param_buffers_cpu_backup = False
     return twin

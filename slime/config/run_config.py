@@ -68,16 +68,16 @@ class RunConfig:
     def __getitem__(self, section: type[Section]) -> Section:
         """The dataclass ``section`` filled by field name. A field that the arguments lack keeps its default."""
         if section not in self._sections:
-            values = self._merged
             names = [item.name for item in dataclasses.fields(cast(Any, section)) if item.init]
-            self._sections[section] = section(**{name: values[name] for name in names if name in values})
+            self._sections[section] = section(**{n: self._merged[n] for n in names if n in self._merged})
         return cast(Section, self._sections[section])
 
     @cached_property
     def args(self) -> Namespace:
         """The namespace for users' hooks and plugins: every argument, and the facts."""
         # One object per process, because hooks keep state in it: ``with_facts`` adds to it instead of making another.
-        return Namespace(**self._merged)
+        vars(args := Namespace()).update(self._merged)  # Namespace(**...) would set 1500 attributes one by one
+        return args
 
     def with_facts(self, **facts: Any) -> RunConfig:
         """The configuration after the start has learned ``facts`` (fields of :class:`RunFacts`)."""

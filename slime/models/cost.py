@@ -280,14 +280,14 @@ def forward_flops(
         cost: of sequences that share prefixes, given that of a length. None if they share none.
     """
     try:
-        shape = _shape(hf_checkpoint)
+        flops = _flops_of(hf_checkpoint)
     except ConfigError:  # only transformers knows the model (--train-backend fsdp)
         return 0.0
-    shared = cost(flops_of_length(shape))
-    return float(calculate_fwd_flops(lengths, shape) if shared is None else shared)
+    shared = cost(flops)
+    return float(sum(map(flops, lengths)) if shared is None else shared)
 
 
-_shape = functools.lru_cache(maxsize=8)(read_shape)  # each rollout asks for it
+_flops_of = functools.lru_cache(maxsize=8)(lambda path: flops_of_length(read_shape(path)))  # each rollout asks for it
 
 
 def flops_of_length(dims: ModelDims) -> Callable[[int], int]:

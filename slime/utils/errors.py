@@ -7,7 +7,7 @@ sample), the offending value, the rule and the fix.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 
@@ -107,13 +107,16 @@ def translated(convert: Callable[[BaseException], Exception], also: type[BaseExc
         raise converted from error
 
 
-@contextmanager
-def reported(report: Callable[[Exception], object]) -> Iterator[None]:
+class reported(AbstractContextManager[None]):
     """Do work whose failure must not end the run: ``report`` gets the error, and the block ends."""
-    try:
-        yield
-    except Exception as error:
-        report(error)
+
+    def __init__(self, report: Callable[[Exception], object]) -> None:
+        self._report = report
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if is_error := isinstance(error, Exception):
+            self._report(error)
+        return is_error
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import copyreg
 import functools
 import inspect
 import io
+import itertools
 import pickle
 from argparse import Namespace
 from collections import deque
@@ -139,7 +140,8 @@ def _reduce_arguments(args: Namespace) -> Any:
     """The 1500 plain values of the arguments are shared, not encoded. Lists and dicts are copied as all else."""
     shared = world().globals.setdefault("arguments", [])
     shared.append(vars(args).copy())
-    return _arguments, (len(shared) - 1, {n: value for n, value in vars(args).items() if type(value) not in _PLAIN})
+    is_copied = map(_PLAIN.isdisjoint, zip(map(type, vars(args).values()), strict=True))
+    return _arguments, (len(shared) - 1, dict(itertools.compress(vars(args).items(), is_copied)))
 
 
 def _arguments(number: int, others: dict[str, Any]) -> Namespace:
