@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
+from slime.config.run_config import RunConfig
 from slime.data.sample import Sample
 from slime.ray.journal import Entry, Journal
 
@@ -47,13 +48,13 @@ def measure(folder: Path, count: int, length: int) -> None:
     names = ("start_rollout_id", "debug_train_only", "debug_rollout_only", "keep_old_actor", "load_debug_rollout_data")
     args = Namespace(**dict.fromkeys(names), save=str(folder), load=str(folder), save_interval=1)
     samples = _samples(count, length)
-    journal, started, cpu = Journal(args), time.perf_counter(), time.process_time()
+    journal, started, cpu = Journal(RunConfig.of(args)), time.perf_counter(), time.process_time()
     journal.add(0, Entry([samples], {}, "3"))
     packed, cpu = time.perf_counter() - started, time.process_time() - cpu
     journal.wait(0)
     written = time.perf_counter() - started - packed
     size = sum(path.stat().st_size for path in (folder / "rollout" / "journal").iterdir())
-    again, started = Journal(args), time.perf_counter()
+    again, started = Journal(RunConfig.of(args)), time.perf_counter()
     assert again.begin(0) == 1
     found = again.take(0)
     assert found is not None

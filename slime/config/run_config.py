@@ -4,7 +4,7 @@
     config.facts.num_rollout               facts that the run learns while it starts
     config.args                            the namespace that users' hooks and plugins receive
 
-Built once by ``slime.ray.arguments.run_config``. A change gives a new object: ``with_facts``, ``with_values``.
+Built once, by :meth:`RunConfig.of`. A change gives a new object: ``with_facts``, ``with_values``.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from argparse import Namespace
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Any, TypeVar, cast
-
-from slime.algorithms.estimators import Estimator
 
 Section = TypeVar("Section")
 
@@ -51,19 +49,15 @@ class RunConfig:
 
     Attributes:
         values: every resolved argument by name.
-        estimator: record of the advantage estimator.
-        model: shape of the model. None if ``--hf-checkpoint`` holds a model of an unknown family.
     """
 
     values: Mapping[str, Any]
-    estimator: Estimator | None = None
-    model: Any = None
     facts: RunFacts = dataclasses.field(default_factory=RunFacts)
 
     @classmethod
-    def of(cls, args: Namespace, *, estimator: Estimator | None = None, model: Any = None) -> RunConfig:
+    def of(cls, args: Namespace) -> RunConfig:
         """The configuration in ``args``, which is copied: later writes to ``args`` do not change it."""
-        return cls(dict(vars(args)), estimator, model)
+        return cls(dict(vars(args)))
 
     def __getitem__(self, section: type[Section]) -> Section:
         """The dataclass ``section`` filled by field name. A field that the arguments lack keeps its default."""

@@ -27,19 +27,13 @@ class CustomGenerate(Protocol):
     """Generates one sample: fills tokens, response, response_length, log-probs, status, perhaps the reward.
 
     A list of samples is allowed: several training rows made by one execution, with the same ``rollout_id``.
-    A parameter ``evaluation`` is passed when the function has one.
+    A parameter ``evaluation`` is passed when the function has one. With a second parameter that is called ``samples``
+    or annotated with a list, it generates all samples of a prompt in one call.
     """
 
     def __call__(
         self, args: Namespace, sample: Sample, sampling_params: dict[str, Any]
     ) -> Awaitable[Sample | list[Sample]] | Sample | list[Sample]: ...
-
-
-class GroupGenerate(Protocol):
-    """Generates all samples of a prompt in one call. Recognized by a second parameter that is called ``samples`` or
-    annotated with a list."""
-
-    def __call__(self, args: Namespace, samples: list[Sample]) -> Awaitable[SampleGroup] | SampleGroup: ...
 
 
 class CustomReward(Protocol):

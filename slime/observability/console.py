@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 import os
 import time
-from argparse import Namespace
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 from slime.algorithms.estimators import find_estimator
-from slime.config.groups import from_args
 from slime.observability.sample_record import Example
 from slime.observability.terminal import TERMINAL, Terminal
 
@@ -226,11 +224,6 @@ class Console:
         self._courses: dict[str, _Course] = {}
         self._num_done = self._num_rollout = self._num_rows = 0
         self._written: list[str] = []
-
-    @classmethod
-    def of(cls, args: Namespace, run: Path) -> Console:
-        """The console of a run with these arguments and this folder."""
-        return cls(from_args(ConsoleArgs, args), run)
 
     def begin(self, rollout_ids: range) -> None:
         """The start is over: the first of these rollouts follows."""

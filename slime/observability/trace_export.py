@@ -9,18 +9,20 @@ is away costs spans, never a sample.
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
 import urllib.parse
 import urllib.request
-from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+from slime.config.run_config import RunConfig
 from slime.data.ledger import ledger_path
 from slime.data.sample import Sample
 from slime.data.schedule import SCHEDULE, Schedule
+from slime.observability.arguments import OutputArgs
 from slime.observability.sample_record import BackgroundWriter, record_rollout
 from slime.observability.trace_utils import SPAN_ID, is_exported
 from slime.observability.tracking import run_directory
@@ -39,12 +41,11 @@ _ERROR = 2  # STATUS_CODE_ERROR
 class TraceExporter:
     """Sends the traces of finished samples to ``--trace-endpoint``, from its own thread."""
 
-    def __init__(self, args: Namespace) -> None:
-        settings = vars(args)
-        base = (settings.get("trace_endpoint") or "").rstrip("/")
+    def __init__(self, settings: OutputArgs) -> None:
+        base = (settings.trace_endpoint or "").rstrip("/")
         self._url = base if not base or base.endswith(_PATH) else base + _PATH
-        self._share = settings.get("trace_share", 1.0)
-        self._resource = {"service.name": "slime", "slime.experiment": settings.get("experiment_name") or ""}
+        self._share = settings.trace_share
+        self._resource = {"service.name": "slime", "slime.experiment": settings.experiment_name or ""}
         self._writer = BackgroundWriter(_MOST_WAITING)
         # Collectors are inside the cluster: a proxy of the environment is for the outside.
         self._open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
@@ -153,12 +154,15 @@ class FinishedSamples:
     go into the schedule (``slime.data.schedule``).
     """
 
-    def __init__(self, args: Namespace) -> None:
-        self._args = args
+    def __init__(self, config: RunConfig) -> None:
+        args, settings, run = config.args, config[OutputArgs], run_directory(config.args)
         self._records = BackgroundWriter()
-        self._traces = TraceExporter(args)
+        self._record = functools.partial(
+            record_rollout, run, limit=settings.record_samples, reward_key=args.reward_key, writer=self._records
+        )
+        self._traces = TraceExporter(settings)
         if args.deterministic_mode:
-            Schedule.current = Schedule(ledger_path(args.save, run_directory(args)).with_name(SCHEDULE))
+            Schedule.current = Schedule(ledger_path(args.save, run).with_name(SCHEDULE))
 
     def begin(self, rollout_id: int) -> None:
         """Begin with ``rollout_id``: the run makes it and later rollouts anew."""
@@ -169,11 +173,7 @@ class FinishedSamples:
         self._traces.export(samples)
         if Schedule.current is not None and kind == "rollout":
             Schedule.current.batch(rollout_id, samples)
-        run, limit = run_directory(self._args), self._args.record_samples
-        key = self._args.reward_key
-        record_rollout(
-            run, samples, rollout_id=rollout_id, limit=limit, reward_key=key, kind=kind, writer=self._records
-        )
+        self._record(samples, rollout_id=rollout_id, kind=kind)
 
     def flush(self) -> None:
         """Wait for the last files and spans."""

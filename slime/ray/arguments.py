@@ -11,7 +11,6 @@ import sys
 from argparse import Namespace
 from collections.abc import Sequence
 
-from slime.algorithms.estimators import find_estimator
 from slime.backends.megatron_utils.server import arguments as server
 from slime.backends.sglang_utils import rules as sglang_rules
 from slime.backends.sglang_utils.namespace import read_engine
@@ -22,7 +21,6 @@ from slime.config import resolve as config_resolve
 from slime.config.groups import defaults_of, unsupported_flags, with_values
 from slime.config.help_text import HINT
 from slime.config.parse import AddArguments
-from slime.config.run_config import RunConfig
 from slime.ray.rooms import GROUPS, HOOK_RULES, LIVE_STEPS, MACHINE_RULES, RULES, STEPS
 from slime.ray.rules import TRAINER_RULES
 from slime.rollout.eval_config import build_eval_datasets
@@ -34,7 +32,6 @@ __all__ = [
     "parse_args",
     "parse_only",
     "parse_server_args",
-    "run_config",
     "validate_sglang_args",
 ]
 
@@ -171,11 +168,6 @@ def validate_sglang_args(args: Namespace) -> None:
     problems = [problem for rule in sglang_rules.RULES for problem in rule(args)]
     if problems:
         raise ConfigError(problems)
-
-
-def run_config(args: Namespace) -> RunConfig:
-    """The configuration of a run from its resolved arguments."""
-    return RunConfig.of(args, estimator=find_estimator(args.advantage_estimator))
 
 
 def machine_problems(args: Namespace) -> list[str]:

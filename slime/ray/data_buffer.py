@@ -6,13 +6,15 @@ has the methods of a data source.
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import ray
 
+from slime.backends.training.arguments import CheckpointArgs
+from slime.config.run_config import RunConfig
+from slime.data.arguments import BatchSizeArgs, PromptDataArgs
 from slime.data.ledger import Event, Ledger, ledger_path
 from slime.data.sample import Sample, SampleGroup, as_groups, iter_samples
 from slime.hooks.load import load_function
@@ -36,14 +38,15 @@ class DataBuffer:
     groups under way from one rollout to the next has some at every checkpoint.
     """
 
-    def __init__(self, args: Namespace, ledger: Path | None = None) -> None:
+    def __init__(self, config: RunConfig, ledger: Path | None = None) -> None:
         """
         Args:
             ledger: file that records the fate of every prompt, if any.
         """
         configure_logger(" data_buffer")
-        register_process("the Data Buffer", args.heartbeat_timeout)
-        self._args = args
+        register_process("the Data Buffer", config.args.heartbeat_timeout)
+        self._config = config
+        self._checkpoints = config[CheckpointArgs]
         self._ledger_path = ledger
         self._ledger: Ledger | None = None
         self._source: Any = None
@@ -56,7 +59,8 @@ class DataBuffer:
         # Not in the constructor, where Ray would report an error as the death of an actor.
         if self._ledger_path is not None:
             self._ledger = Ledger(self._ledger_path)
-        self._source = make_data_source(load_function(self._args.data_source_path, "data_source"), self._args)
+        source = load_function(self._config[PromptDataArgs].data_source_path, "data_source")
+        self._source = make_data_source(source, self._config.args)
 
     def get_samples(self, num_samples: int) -> list[SampleGroup]:
         groups = as_groups(self._source.get_samples(num_samples), self._copies)
@@ -74,7 +78,7 @@ class DataBuffer:
         self._record("returned", groups=numbers)
 
     def _copies(self, prompt: Sample) -> SampleGroup:
-        return [fresh_copy(prompt) for _ in range(self._args.n_samples_per_prompt)]
+        return [fresh_copy(prompt) for _ in range(self._config[BatchSizeArgs].n_samples_per_prompt or 1)]
 
     def _number_all(self, groups: list[SampleGroup]) -> None:
         """Number the samples of a source that leaves ``group_index`` or ``index`` empty."""
@@ -150,15 +154,15 @@ class DataBuffer:
 
     def save(self, rollout_id: int) -> None:
         self._optional("save", rollout_id)
-        if self._args.save is not None:
+        if self._checkpoints.save is not None:
             # Otherwise a restart would lose the prompts of groups under way: the source has already passed them.
-            save_groups(outstanding_path(self._args.save, rollout_id), list(self._outstanding.values()))
+            save_groups(outstanding_path(self._checkpoints.save, rollout_id), list(self._outstanding.values()))
         self._record("saved", rollout_id, self._outstanding)
 
     def load(self, rollout_id: int | None) -> None:
         self._optional("load", rollout_id)
-        if self._args.load is not None:
-            groups = load_groups(outstanding_path(self._args.load, rollout_id))
+        if self._checkpoints.load is not None:
+            groups = load_groups(outstanding_path(self._checkpoints.load, rollout_id))
             if groups:  # back into the source, which draws them first
                 self._optional("add_samples", groups)
                 self._given_back = [_number(group) for group in groups]
@@ -246,8 +250,8 @@ def _number(group: SampleGroup) -> Any:
     return first.index if first.group_index is None else first.group_index
 
 
-def create_data_buffer(args: Namespace, directory: Path) -> tuple[DataBufferClient, Path]:
+def create_data_buffer(config: RunConfig, directory: Path) -> tuple[DataBufferClient, Path]:
     """The Data Buffer of the run in ``directory``, and the file of its ledger."""
-    ledger = ledger_path(args.save, directory)
-    actor = ray.remote(DataBuffer).options(num_cpus=1, runtime_env={"env_vars": worker_env()}).remote(args, ledger)
+    ledger = ledger_path(config[CheckpointArgs].save, directory)
+    actor = ray.remote(DataBuffer).options(num_cpus=1, runtime_env={"env_vars": worker_env()}).remote(config, ledger)
     return DataBufferClient(actor), ledger

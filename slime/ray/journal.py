@@ -20,16 +20,19 @@ import os
 import pickle
 import threading
 import time
-from argparse import Namespace
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
 from typing import Any
 
+from slime.algorithms.arguments import ModelCopyArgs
+from slime.backends.training.arguments import CheckpointArgs, TrainerArgs
 from slime.backends.training.checkpoint_files import iteration_directory, iteration_of, what_is_torn
-from slime.config.groups import from_args
-from slime.data.arguments import BatchSizeArgs
+from slime.batch.arguments import ReplayArgs
+from slime.config.arguments import ClusterArgs
+from slime.config.run_config import RunConfig
+from slime.data.arguments import BatchSizeArgs, RunLengthArgs
 from slime.data.sample import SampleGroup, iter_samples
 from slime.rollout.arguments import FilterArgs, GenerationArgs, RewardModelArgs
 from slime.rollout.source_state import (
@@ -81,11 +84,12 @@ class Entry:
 class Journal:
     """The journal of one run, in the rollout manager."""
 
-    def __init__(self, args: Namespace) -> None:
-        self._save = Path(args.save)
-        self._is_continued = args.load is not None and args.start_rollout_id is None
-        self._is_continued &= os.path.realpath(args.load or "") == os.path.realpath(args.save)
-        groups: list[Any] = [from_args(group, args) for group in _DECIDE_SAMPLES]
+    def __init__(self, config: RunConfig) -> None:
+        save, load = config[CheckpointArgs].save or "", config[CheckpointArgs].load
+        self._save = Path(save)
+        self._is_continued = load is not None and config[RunLengthArgs].start_rollout_id is None
+        self._is_continued &= os.path.realpath(load or "") == os.path.realpath(save)
+        groups: list[Any] = [config[group] for group in _DECIDE_SAMPLES]
         flags = [dataclasses.asdict(group) for group in groups]
         self._made_by = json.dumps(flags, default=str)
         self._kept = range(0)
@@ -94,12 +98,14 @@ class Journal:
         self._stuck: threading.Thread | None = None
 
     @classmethod
-    def of(cls, args: Namespace) -> Journal | None:
+    def of(cls, config: RunConfig) -> Journal | None:
         """None for a run that is not exact, writes no checkpoints in between, or generates nothing."""
-        is_partial = args.debug_train_only or args.debug_rollout_only or args.load_debug_rollout_data is not None
+        cluster, checkpoints = config[ClusterArgs], config[CheckpointArgs]
+        is_partial = cluster.debug_train_only or cluster.debug_rollout_only
+        is_partial |= config[ReplayArgs].load_debug_rollout_data is not None
         # --keep-old-actor: the weights that generated the rollouts would be needed as well
-        has_none = args.save is None or args.save_interval is None or is_partial or args.keep_old_actor
-        return None if has_none or not _is_exact(args) else cls(args)
+        has_none = checkpoints.save_interval is None or is_partial or config[ModelCopyArgs].keep_old_actor
+        return None if checkpoints.save is None or has_none or not _is_exact(config[TrainerArgs]) else cls(config)
 
     def begin(self, first: int) -> int:
         """Start the run, whose weights were trained on the rollouts before ``first``.
@@ -218,9 +224,9 @@ class Journal:
         logger.warning(text, rollout_id, self._folder, reason)
 
 
-def _is_exact(args: Namespace) -> bool:
+def _is_exact(trainer: TrainerArgs) -> bool:
     """Samples of a death matter only if the same weights follow. Otherwise a bad batch must not come back with them."""
-    return bool(args.deterministic_mode)
+    return trainer.deterministic_mode
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import logging
 import time
-from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
@@ -53,18 +52,18 @@ _CALLS = 6
 class RolloutManager:
     """Body of the actor."""
 
-    def __init__(self, args: Namespace, slots: GpuSlots, data_buffer: DataBufferClient) -> None:
+    def __init__(self, config: RunConfig, slots: GpuSlots, data_buffer: DataBufferClient) -> None:
         configure_logger(" rollout")
-        register_process("the rollout manager", args.heartbeat_timeout)
+        register_process("the rollout manager", config.args.heartbeat_timeout)
         logging.getLogger("httpx").setLevel(logging.WARNING)
-        self._config = RunConfig.of(args)
-        self._args = self._config.args
+        self._config = config
+        self._args = config.args
         self._slots = slots
         self._data_buffer = data_buffer
         self._servers: RolloutServers | None = None
         self._http_workers: HttpWorkers | None = None
-        self._finished = FinishedSamples(args)
-        self._journal = Journal.of(args)
+        self._finished = FinishedSamples(config)
+        self._journal = Journal.of(config)
         self._inject_fault: Any = None
 
     def start(self) -> None:
@@ -75,7 +74,7 @@ class RolloutManager:
             self._servers = RolloutServers(args, self._slots)
             if self._servers.awaits_engines:
                 self._servers.await_engines()  # before GenerateState: their number limits the concurrent requests
-            if are_wanted(args):
+            if are_wanted(is_asked_for=args.use_distributed_post, replays_experts=args.use_rollout_routing_replay):
                 self._http_workers = start_http_workers(args)
             preload_graders(args.rm_type)
             GenerateState(args)  # loads the tokenizer while the engines start
@@ -240,9 +239,9 @@ def _load_optional(path: str | None) -> Any:
     return None if path is None else load_function(path)
 
 
-def create_rollout_manager(args: Namespace, slots: GpuSlots, data_buffer: DataBufferClient) -> Any:
+def create_rollout_manager(config: RunConfig, slots: GpuSlots, data_buffer: DataBufferClient) -> Any:
     env = {"env_vars": worker_env()}
     actor = ray.remote(RolloutManager).options(
-        num_cpus=1, runtime_env=env, max_concurrency=_CALLS, **actor_options(args.rollout_data_transport)
+        num_cpus=1, runtime_env=env, max_concurrency=_CALLS, **actor_options(config.args.rollout_data_transport)
     )
-    return actor.remote(args, slots, data_buffer)
+    return actor.remote(config, slots, data_buffer)

@@ -17,7 +17,8 @@ from typing import Any, Literal
 import ray
 
 from slime.backends.protocols import SOURCE, TRAINER_PARTS, AdapterProof, Canary, Trainer, TrainerPart, TrainReport
-from slime.config.arguments import SyncArgs
+from slime.backends.training.arguments import PrecisionArgs
+from slime.config.arguments import ClusterArgs, SyncArgs
 from slime.config.groups import from_args
 from slime.data.served_adapter import adapter_fields
 from slime.observability.logging_utils import configure_logger
@@ -92,7 +93,8 @@ class TrainActor:
         self._device_index = accelerator.resolve_visible_device_id(device_index)
         self._trainer: Trainer | None = None
         self._weight_updater = weight_updater(args, rank, world_size)
-        self._proof = root_proof(args) if role == "actor" else None
+        is_compared = role == "actor" and not args.debug_train_only
+        self._proof = root_proof(self._sync_args, args.hf_checkpoint) if is_compared else None
         self._kept_version: str | None = None
         self._rendezvous: PortClaim | None = None
 
@@ -185,7 +187,7 @@ class TrainActor:
             proof=self._proof,
             restores=checks and not is_cpu and version == "0" and self._args.load is None,
             comes_again=self._args.use_fault_tolerance,
-            continues=not engines_share_devices(self._args),
+            continues=not engines_share_devices(from_args(ClusterArgs, self._args)),
         )
         updater = self._weight_updater
         num_bytes = updater.update(fleet, self.trainer, update)
@@ -194,7 +196,8 @@ class TrainActor:
         canary = None
         # not with an adapter: its proof scores the same tokens
         if proof is None and self._sync_args.weight_sync_proof != "none":
-            canary = canary_of(self._args, version, self.trainer.fixed_log_probs)  # a collective
+            precision, checkpoint = from_args(PrecisionArgs, self._args), self._args.hf_checkpoint
+            canary = canary_of(checkpoint, precision, version, self.trainer.fixed_log_probs)  # a collective
         weights = self._checksums() if self._args.deterministic_mode else {}
         if not self.trainer.is_weight_source:
             return SyncReport()

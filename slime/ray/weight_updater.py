@@ -9,7 +9,6 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from slime.backends.protocols import (
     EVERY_RANK,
@@ -21,6 +20,7 @@ from slime.backends.protocols import (
     weights_dtype,
 )
 from slime.backends.sglang_utils.checksum import SGLangTensors
+from slime.backends.training.arguments import PrecisionArgs
 from slime.backends.training.hf_files import save_hf_directory
 from slime.config.arguments import SyncArgs
 from slime.config.groups import from_args
@@ -40,23 +40,25 @@ from slime.weight_sync.updater import Updater
 _TOLERANCES = (0.01, 0.25, 0.75)
 
 
-def canary_of(args: Namespace, version: str, score: Callable[[list[int]], list[float]]) -> Canary:
+def canary_of(
+    hf_checkpoint: str, precision: PrecisionArgs, version: str, score: Callable[[list[int]], list[float]]
+) -> Canary:
     """The canary of a version of the weights, for which ``score`` returns log-probs."""
-    ids = probe_ids(read_shape(args.hf_checkpoint).vocab_size)
+    ids = probe_ids(read_shape(hf_checkpoint).vocab_size)
     scores = score(ids)[-(len(ids) // 2) :]
-    is_quantized = read_model_config(args.hf_checkpoint).get("quantization_config") is not None
-    is_rounded = weights_dtype(fp16=args.fp16, fp32=args.fp32) != "float32"
+    is_quantized = read_model_config(hf_checkpoint).get("quantization_config") is not None
+    is_rounded = weights_dtype(fp16=precision.fp16, fp32=precision.fp32) != "float32"
     return Canary(version, ids, scores, _TOLERANCES[2 if is_quantized else is_rounded])
 
 
-def root_proof(args: Namespace) -> RootProof | None:
+def root_proof(sync: SyncArgs, hf_checkpoint: str) -> RootProof | None:
     """The comparison of every sync with the engines' tensors, or None with ``--weight-sync-proof canary``."""
-    sync, is_cpu = from_args(SyncArgs, args), accelerator.current().is_cpu
+    is_cpu = accelerator.current().is_cpu
     is_strict = sync.check_weight_update_equal and is_cpu
     # the older flag asks for the comparison by itself
-    if args.debug_train_only or (sync.weight_sync_proof != "full" and not is_strict):
+    if sync.weight_sync_proof != "full" and not is_strict:
         return None
-    tensors = SGLangTensors.of(read_shape(args.hf_checkpoint), on_cpu=is_cpu)
+    tensors = SGLangTensors.of(read_shape(hf_checkpoint), on_cpu=is_cpu)
     # the rules of the layout are tested on engines on a CPU only
     return RootProof(tensors, excuses="none" if is_strict else "layers" if is_cpu else "any")
 
@@ -69,7 +71,11 @@ def weight_updater(args: Namespace, rank: int, world_size: int) -> Updater:
     sync = from_args(SyncArgs, args)
     ranks = TrainerRanks(rank, world_size, timeout_s=sync.weight_sync_timeout + _RANKS_GRACE_S)
     transport = TRANSPORTS[sync.update_weight_transport]
-    post_write = _post_write(args) if "custom_update_weight_post_write_path" in transport.reads else None
+    path = sync.custom_update_weight_post_write_path
+    is_called = path is not None and "custom_update_weight_post_write_path" in transport.reads
+    hook = load_function(path) if is_called else None
+    # the user's function gets the engines' Ray actors
+    post_write = hook and (lambda version_dir, fleet: hook(args, version_dir, list(fleet.handles)))
     side = TrainerSide(ranks, node_address, args.colocate, post_write)
 
     def write_base(trainer: WeightExporter, path: str) -> None:
@@ -78,15 +84,6 @@ def weight_updater(args: Namespace, rank: int, world_size: int) -> Updater:
     updater = with_adapter(transport.make(sync, side), args, sync, side, write_base)
     quantizer = None if args.debug_train_only else find_quantizer(args.hf_checkpoint)
     return updater if quantizer is None else _QuantizedUpdater(updater, quantizer, args.hf_checkpoint)
-
-
-def _post_write(args: Namespace) -> Callable[[str, Any], None] | None:
-    """The user's function, which gets the engines' Ray actors."""
-    path = args.custom_update_weight_post_write_path
-    if path is None:
-        return None
-    hook = load_function(path)
-    return lambda version_dir, fleet: hook(args, version_dir, list(fleet.handles))
 
 
 @dataclass(frozen=True)

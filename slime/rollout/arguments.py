@@ -99,6 +99,11 @@ class RewardModelArgs:
         None, "Replaces the conversion to training columns: f(args, samples) -> dict."
     )
 
+    @property
+    def keys(self) -> list[str]:
+        """The entries of reward dicts that are read. Empty if rewards are numbers."""
+        return [key for key in (self.reward_key, self.eval_reward_key) if key]
+
 
 @dataclass(frozen=True)
 class FilterArgs:

@@ -52,9 +52,8 @@ def expects_aborts(state: Any) -> bool:
 
 
 async def until_finished(
-    generate: Callable[..., Awaitable[Sample]],
+    generate: Callable[[Sample, dict[str, Any]], Awaitable[Sample | list[Sample]]],
     function: Callable[..., Any] | None,
-    args: Any,
     state: Any,
     sample: Sample,
     sampling_params: dict[str, Any],
@@ -62,16 +61,13 @@ async def until_finished(
     """Generate one sample. An engine that leaves aborts its requests: another one continues with the tokens so far.
 
     Args:
-        generate: called without ``function``, which is the user's. After an abort only a function with the attribute
+        generate: one attempt, by ``function`` if the user has one. After an abort only a function with the attribute
             ``continues_aborted`` is called again with its tokens.
     """
     num_fruitless = 0
     while True:
-        length, params = sample.response_length, dict(sampling_params)
-        if function is None:
-            result: Sample | list[Sample] = await generate(args, sample, params)
-        else:
-            result = await call_generate(function, args, sample, params, evaluates.get())
+        length = sample.response_length
+        result = await generate(sample, dict(sampling_params))
         continues = result is sample and (function is None or hasattr(function, "continues_aborted"))
         if not continues or sample.status is not Sample.Status.ABORTED or expects_aborts(state):
             return result
@@ -96,7 +92,8 @@ async def call_generate(
         DataError: it returned something else.
     """
     kwargs = {"evaluation": evaluation} if accepts(function, "evaluation") else {}
-    result = await _call(function, args, _own(function, sample), sampling_params, **kwargs)
+    own = _own(function, sample)
+    result = await _call(args.custom_generate_timeout, function, args, own, sampling_params, **kwargs)
     if not isinstance(result, Sample | list) or not list(iter_samples(result)):
         raise DataError(
             f"--custom-generate-function-path {name_of(function)} returned {type(result).__name__}; it must return the "
@@ -111,7 +108,8 @@ async def call_group_generate(
     """Call a function for the samples of one prompt. Returns one entry per sample. Raises as :func:`call_generate`."""
     samples = [_own(function, sample) for sample in group]
     offered = {"sampling_params": sampling_params, "evaluation": evaluation}
-    result = await _call(function, args, samples, **{k: v for k, v in offered.items() if accepts(function, k)})
+    kwargs = {name: value for name, value in offered.items() if accepts(function, name)}
+    result = await _call(args.custom_generate_timeout, function, args, samples, **kwargs)
     if not isinstance(result, list) or len(result) != len(group):
         got = f"{len(result)} samples" if isinstance(result, list) else type(result).__name__
         raise DataError(
@@ -121,12 +119,11 @@ async def call_group_generate(
     return result
 
 
-async def _call(function: Callable[..., Any], args: Any, *arguments: Any, **kwargs: Any) -> Any:
-    seconds = args.custom_generate_timeout
+async def _call(seconds: float, function: Callable[..., Any], *arguments: Any, **kwargs: Any) -> Any:
     limit = asyncio.timeout(seconds)
     try:
         async with limit:
-            return await call_user(function, args, *arguments, **kwargs)
+            return await call_user(function, *arguments, **kwargs)
     except TimeoutError:
         if not limit.expired():  # raised by the function itself
             raise
@@ -204,7 +201,8 @@ def complete_results(
     """
     for result, source in zip(results, sources, strict=True):
         complete(result, source, state.tokenizer)
-        cut_stop_token(args, result, sampling_params, state.tokenizer)
+        if not args.keep_stop_token_text:
+            cut_stop_token(args.hf_checkpoint, result, sampling_params, state.tokenizer)
     aborted = [sample for sample in iter_samples(list(results)) if sample.status is Sample.Status.ABORTED]
     is_open = any(not sample.remove_sample or sample.reward is None for sample in aborted)
     if is_open and not expects_aborts(state):

@@ -327,7 +327,8 @@ def append_reply(
     )
     if args.deterministic_mode:
         note_part(sample, meta.get("weight_version"))
-    cut_stop_token(args, sample, sampling_params, tokenizer, meta.get("finish_reason"))
+    if not args.keep_stop_token_text:
+        cut_stop_token(args.hf_checkpoint, sample, sampling_params, tokenizer, meta.get("finish_reason"))
 
 
 def _of_abort(reply: Mapping[str, Any], sampling_params: Mapping[str, Any], stop_ids: set[int]) -> Mapping[str, Any]:
@@ -355,22 +356,22 @@ def stop_token_ids(hf_checkpoint: str | None, sampling_params: Mapping[str, Any]
 
 
 def cut_stop_token(
-    args: Any, result: Any, sampling_params: Mapping[str, Any], tokenizer: Any, finish_reason: Any = None
+    checkpoint: str | None, result: Any, sampling_params: Mapping[str, Any], tokenizer: Any, finish_reason: Any = None
 ) -> None:
     """Remove the text of a last stop token from completed responses, in place.
 
     A chat model ends its answer with a token such as ``<|im_end|>``. The token stays in tokens, log-probs and mask, but
     reward functions compare ``sample.response`` with a label, which has no such token. Its text stays in
     ``sample.stop_text``, and ``append_response_tokens`` puts it back before it appends. The text of a stop string
-    (``--rollout-stop``) stays, and ``--keep-stop-token-text`` keeps all text.
+    (``--rollout-stop``) stays. Not called with ``--keep-stop-token-text``.
 
     Args:
         result: samples, nested as a generate function returns them.
         finish_reason: the engine's, if known. It may name a stop token that no file of the checkpoint names.
     """
-    if args.keep_stop_token_text or tokenizer is None:
+    if tokenizer is None:
         return
-    ids = stop_token_ids(args.hf_checkpoint, sampling_params, tokenizer)
+    ids = stop_token_ids(checkpoint, sampling_params, tokenizer)
     if isinstance(finish_reason, dict):
         ids.update(_as_ids(finish_reason.get("matched")))
     for sample in iter_samples(result):

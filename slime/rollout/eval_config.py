@@ -128,7 +128,7 @@ def build_eval_datasets(args: Any) -> list[EvalDatasetConfig]:
     Raises:
         ConfigError: with every problem of the file or the flag.
     """
-    path = getattr(args, "eval_config", None)  # users' evaluation functions pass other namespaces
+    path = vars(args).get("eval_config")  # users' evaluation functions pass other namespaces
     if path is not None:
         entries, defaults = _read(path)
         return build_eval_dataset_configs(args, entries, defaults, source=f"--eval-config {path}")
@@ -164,7 +164,7 @@ def build_eval_dataset_configs(
         problems.append(f"{source} names {', '.join(repeated)} more than once: every set needs its own name.")
     if problems:
         raise ConfigError(problems)
-    return [_complete(args, entry, defaults, source) for entry in entries]
+    return [_complete(vars(args), entry, defaults, source) for entry in entries]
 
 
 def unused_fields(dataset: EvalDatasetConfig) -> list[str]:
@@ -172,11 +172,13 @@ def unused_fields(dataset: EvalDatasetConfig) -> list[str]:
     return [name for name in _UNUSED if getattr(dataset, name) is not None]
 
 
-def _complete(args: Any, entry: Mapping[str, Any], defaults: Mapping[str, Any], source: str) -> EvalDatasetConfig:
+def _complete(
+    flags: Mapping[str, Any], entry: Mapping[str, Any], defaults: Mapping[str, Any], source: str
+) -> EvalDatasetConfig:
     values = {**defaults, **entry}
     for name, attributes in _FALLBACKS.items():
         if name not in values:
-            candidates = (getattr(args, attribute, None) for attribute in attributes)
+            candidates = (flags.get(attribute) for attribute in attributes)
             values[name] = next((value for value in candidates if value is not None), None)
     place = f"{source}, set {entry['name']}"
     problems: list[str] = []

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from argparse import Namespace
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from slime.config.groups import with_values
+from slime.config.groups import from_args, with_values
 from slime.data.chat import load_tokenizer
 from slime.data.media import load_processor
 from slime.data.prompts import Dataset
 from slime.data.sample import Sample, iter_samples
+from slime.rollout.arguments import RewardModelArgs
 from slime.rollout.base_types import Count
 from slime.rollout.collect import gather
 from slime.rollout.engine_request import eval_sampling_params, train_sampling_params
 from slime.rollout.eval_config import EvalDatasetConfig
-from slime.rollout.failures import FailureBudget, failed_reward, fresh_copy, give_up, reward_keys
+from slime.rollout.failures import FailureBudget, failed_reward, fresh_copy, give_up
 from slime.utils.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -70,6 +72,7 @@ async def evaluate(
             cancels the others.
     """
     args = _with_eval_limits(args)
+    keys, of_training = from_args(RewardModelArgs, args).keys, train_sampling_params(args)
     key = args.eval_reward_key or args.reward_key
     wanted = sum(len(dataset) * (config.n_samples_per_eval_prompt or 1) for config, dataset in sets)
     failures = FailureBudget(args.max_failed_share, wanted)
@@ -79,8 +82,9 @@ async def evaluate(
         failures.check(group)
         count.add(len(group))
 
+    generate = functools.partial(generate_group, args)
     tasks = [
-        asyncio.create_task(_evaluate_set(args, config, dataset, generate_group, on_finished))
+        asyncio.create_task(_evaluate_set(config, dataset, of_training, generate, keys, on_finished))
         for config, dataset in sets
     ]
     try:
@@ -91,19 +95,20 @@ async def evaluate(
 
 
 async def _evaluate_set(
-    args: Namespace,
     config: EvalDatasetConfig,
     dataset: Dataset,
-    generate_group: GenerateGroup,
+    of_training: Mapping[str, Any],
+    generate: GenerateGroup,
+    keys: Sequence[str],
     on_finished: Callable[[list[Any]], None],
 ) -> list[Sample]:
     """The finished samples of a set, which are all samples unless the set ends early."""
-    params = eval_sampling_params(config, train_sampling_params(args))
+    params = eval_sampling_params(config, of_training)
     finished: asyncio.Queue[asyncio.Task[list[Any]]] = asyncio.Queue()
     tasks: dict[asyncio.Task[list[Any]], int] = {}
     # All groups start at once. The slots of the generation limit the running samples.
     for group in _groups(config, dataset):
-        task = asyncio.create_task(_generate(args, config, group, dict(params), generate_group))
+        task = asyncio.create_task(_generate(config, group, dict(params), generate, keys))
         task.add_done_callback(finished.put_nowait)
         tasks[task] = len(group)
     samples: list[Sample] = []
@@ -142,13 +147,13 @@ def _patience_s(config: EvalDatasetConfig, num_remaining: int) -> float | None:
 
 
 async def _generate(
-    args: Namespace, config: EvalDatasetConfig, group: list[Any], params: dict[str, Any], generate_group: GenerateGroup
+    config: EvalDatasetConfig, group: list[Any], params: dict[str, Any], generate: GenerateGroup, keys: Sequence[str]
 ) -> list[Any]:
     """The scored group. After ``eval_task_timeout`` seconds its samples count as failed."""
     limit = asyncio.timeout(config.eval_task_timeout)
     try:
         async with limit:
-            return await generate_group(args, group, params, evaluation=True)
+            return await generate(group, params, evaluation=True)
     except TimeoutError as error:
         # The generate function raised it, and this limit has not expired.
         if not limit.expired():
@@ -156,7 +161,7 @@ async def _generate(
         for sample in group:
             message = f"sample {sample.index} of evaluation set {config.name} took longer than eval_task_timeout"
             give_up(sample, "deadline", error, f"{message} {config.eval_task_timeout} s")
-            sample.reward = failed_reward(reward_keys(args))
+            sample.reward = failed_reward(keys)
         return group
 
 
@@ -197,7 +202,5 @@ def _summary(name: str, samples: list[Sample], key: str | None) -> dict[str, Any
 def _with_eval_limits(args: Namespace) -> Namespace:
     """The namespace for generation, with the context length of the evaluation."""
     limit = args.eval_max_context_len
-    if limit is None or limit == args.rollout_max_context_len:
-        return args
     # A copy: a rollout with the original may be running at the same time.
-    return with_values(args, rollout_max_context_len=limit)
+    return args if limit in (None, args.rollout_max_context_len) else with_values(args, rollout_max_context_len=limit)

@@ -182,11 +182,6 @@ def failed_reward(keys: Sequence[str]) -> Any:
     return dict.fromkeys(keys, 0.0) if keys else 0.0
 
 
-def reward_keys(args: Any) -> list[str]:
-    """The entries of reward dicts that are read, without any if rewards are numbers."""
-    return [key for key in (args.reward_key, args.eval_reward_key) if key]
-
-
 class FailureBudget:
     """The limit of failed samples in one rollout or evaluation.
 

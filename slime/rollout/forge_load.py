@@ -14,7 +14,9 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any, NoReturn
 
+from slime.config.groups import from_args
 from slime.data.dump_file import dump_path, read_samples
+from slime.rollout.arguments import RewardModelArgs
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.utils.errors import ConfigError, DataError
 
@@ -37,7 +39,7 @@ def generate_rollout(
     if template is None:
         raise ConfigError(f"slime.rollout.forge_load replays dumps: it needs {_FLAG} TEMPLATE.")
     if evaluation:
-        return _evaluation(args, template, rollout_id)
+        return _evaluation(from_args(RewardModelArgs, args), template, rollout_id)
     path = _training_file(template, rollout_id)
     samples = read_samples(_FLAG, path)
     for sample in samples:
@@ -46,19 +48,19 @@ def generate_rollout(
     return RolloutFnTrainOutput(samples=samples)  # type: ignore[arg-type]  # a flat list is as good as groups
 
 
-def _evaluation(args: Namespace, template: str, rollout_id: int) -> RolloutFnEvalOutput:
+def _evaluation(rewards: RewardModelArgs, template: str, rollout_id: int) -> RolloutFnEvalOutput:
     path = dump_path(_FLAG, template, rollout_id=f"eval_{rollout_id}")
     # A literal path is a dump of training samples, which would be replayed as an evaluation.
     if _is_literal(template) or not path.is_file():
         return RolloutFnEvalOutput(data={})
     samples = read_samples(_FLAG, path)
-    key = args.eval_reward_key or args.reward_key
+    key = rewards.eval_reward_key or rewards.reward_key
     for sample in samples:
         if sample.reward is None:
-            sample.reward = {key: 0.0, args.reward_key: 0.0} if key else 0.0
-    rewards = [sample.reward[key] if key else sample.reward for sample in samples]
+            sample.reward = {key: 0.0, rewards.reward_key: 0.0} if key else 0.0
+    scores = [sample.reward[key] if key else sample.reward for sample in samples]
     truncated = [sample.status is sample.Status.TRUNCATED for sample in samples]
-    return RolloutFnEvalOutput(data={_EVAL_SET: {"rewards": rewards, "truncated": truncated, "samples": samples}})
+    return RolloutFnEvalOutput(data={_EVAL_SET: {"rewards": scores, "truncated": truncated, "samples": samples}})
 
 
 def _training_file(template: str, rollout_id: int) -> Path:

@@ -11,6 +11,7 @@ Started by ``slime replay RUN --all`` and ``slime branch``.
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 from argparse import Namespace
 from collections import defaultdict
@@ -187,7 +188,8 @@ async def _advance_sample(args: Namespace, sample: Any, row: Planned, version: i
                 return await generate_and_rm(args, sample, params)
             if end > begin:
                 async with state.semaphore:
-                    await until_finished(generate, None, args, state, sample, {**params, "max_new_tokens": end})
+                    call = functools.partial(generate, args)
+                    await until_finished(call, None, state, sample, {**params, "max_new_tokens": end})
             else:  # an abort came before the first token
                 sample.weight_versions.append(str(version))
                 note_part(sample, version)

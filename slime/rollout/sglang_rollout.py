@@ -21,7 +21,7 @@ import functools
 import logging
 import random
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -36,6 +36,7 @@ from slime.rollout import collect
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, complete_args
 from slime.rollout.custom_generate import (
     FINISHED,
+    call_generate,
     complete_results,
     evaluates,
     generate_whole_group,
@@ -292,7 +293,10 @@ async def _generate_one(
     for attempt in Attempts([sample], retries=args.max_sample_retries, what=what):
         with attempt:
             function = None if path is None else _load(path, "generate")
-            result = await until_finished(generate, function, args, state, sample, sampling_params)
+            call: Callable[..., Awaitable[Sample | list[Sample]]] = functools.partial(generate, args)
+            if function is not None:
+                call = functools.partial(call_generate, function, args, evaluation=evaluation)
+            result = await until_finished(call, function, state, sample, sampling_params)
             complete_results(args, state, [result], [sample], sampling_params)
             return result
     return sample

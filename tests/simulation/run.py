@@ -165,7 +165,7 @@ def _names() -> Iterator[tuple[str, str, Any]]:
     yield "slime.ray.run.start", "create_tracker", lambda *args, **kwargs: _Labels()
     yield "slime.ray.run.start", "START", _QUIET
     yield "slime.ray.run.start", "RUN_LOG", _QUIET
-    yield "slime.ray.run.start", "Console", SimpleNamespace(of=lambda *args: _QUIET)
+    yield "slime.ray.run.start", "Console", lambda *args: _QUIET
     yield "slime.ray.watch.heartbeat", "_internal_kv_get", _Store.read
     yield "slime.ray.watch.heartbeat", "_on_node_of", _on_node_of
     # a pid of another length would change the size of a file, which a power failure notes

@@ -241,12 +241,9 @@ class BaseAdapter(Dialect):
         for sample in samples:
             ids = sample.tokens[len(sample.tokens) - sample.response_length :]
             sample.response = self.tokenizer.decode(ids, skip_special_tokens=False)
-        cut_stop_token(
-            complete_args(Namespace() if self.args is None else self.args),
-            samples,
-            session.sampling_defaults,
-            self.tokenizer,
-        )
+        args = complete_args(Namespace() if self.args is None else self.args)
+        if not args.keep_stop_token_text:
+            cut_stop_token(args.hf_checkpoint, samples, session.sampling_defaults, self.tokenizer)
         return samples
 
     async def drop_session(self, sid: str, *, wait_timeout: float = 5.0) -> None:

@@ -215,9 +215,9 @@ class EngineActor(_Startable):
 class ExternalEngineActor(ExternalEngine, _Startable):
     """Body of the actor for a server that others run."""
 
-    def __init__(self, args: Namespace, rank: int, info: ExternalEngineInfo) -> None:
+    def __init__(self, rank: int, info: ExternalEngineInfo, start_timeout_s: float, sync_timeout_s: float) -> None:
         _register(f"engine {rank}", f"engine-{rank}")
-        super().__init__(rank, info, args.engine_start_timeout, args.weight_sync_timeout)
+        super().__init__(rank, info, start_timeout_s, sync_timeout_s)
 
 
 class EngineNodeActor:

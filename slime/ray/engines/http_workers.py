@@ -135,9 +135,9 @@ class HttpWorkers:
             ray.kill(actor)
 
 
-def are_wanted(args: Namespace) -> bool:
+def are_wanted(*, is_asked_for: bool, replays_experts: bool) -> bool:
     """Whether the run has workers: if asked for, and on GPUs for replies with routed experts, which have tens of MB."""
-    return bool(args.use_distributed_post or (args.use_rollout_routing_replay and not accelerator.current().is_cpu))
+    return is_asked_for or (replays_experts and not accelerator.current().is_cpu)
 
 
 def start_http_workers(args: Namespace) -> HttpWorkers:

@@ -27,6 +27,8 @@ from slime.backends.sglang_utils.fork_server import ForkServer
 from slime.backends.sglang_utils.router import ExistingRouter, Router, RouterProcess, registered_workers
 from slime.backends.sglang_utils.server_process import ForkAddress
 from slime.backends.sglang_utils.topology import EnginePlace, topology_of
+from slime.config.arguments import ClusterArgs, FaultToleranceArgs
+from slime.config.groups import from_args
 from slime.ray.engines.actor import EngineActor, ExternalEngineActor, NodeSlot
 from slime.ray.engines.elastic import ElasticEngines, ServedModel
 from slime.ray.engines.fleet import EngineMemory, RayEngineFleet, WaitingEngines
@@ -181,7 +183,8 @@ class RolloutServers(EngineMemory, ElasticEngines):
             actor = ray.remote(ExternalEngineActor).options(
                 num_cpus=0, max_concurrency=_ENGINE_THREADS, runtime_env={"env_vars": worker_env()}
             )
-            return actor.remote(self._args, rank, self._external[rank])
+            args = self._args
+            return actor.remote(rank, self._external[rank], args.engine_start_timeout, args.weight_sync_timeout)
         place = at = self._places[rank]
         gpus: GpuSlots = self._gpus
         if rank in self._joined:
@@ -267,7 +270,7 @@ class RolloutServers(EngineMemory, ElasticEngines):
                 about = "" if model.updates_weights else f" of {model.name}, whose weights stay"
                 logger.info("router %s, engines%s %s", model.router.url, about, urls)
         for model in self._models:
-            model.engines.watch(watch_settings(args))
+            model.engines.watch(watch_settings(from_args(FaultToleranceArgs, args), args.engine_start_timeout))
         return {model.name: (model.router.host, model.router.port) for model in self._models}
 
     @contextmanager
@@ -348,7 +351,7 @@ class RolloutServers(EngineMemory, ElasticEngines):
         """Let the engines of these names serve: they have the new weights."""
         self.admit(names)
         # Engines that share devices are still without their KV cache: onload_kv() resumes their health checks.
-        if not engines_share_devices(self._args):
+        if not engines_share_devices(from_args(ClusterArgs, self._args)):
             self.resume_watch()
 
     def mark_dead(self, names: Sequence[str]) -> None:
@@ -382,18 +385,18 @@ class RolloutServers(EngineMemory, ElasticEngines):
             self._fork_server.stop()
 
 
-def watch_settings(args: Namespace) -> WatchSettings:
+def watch_settings(health: FaultToleranceArgs, start_timeout_s: float) -> WatchSettings:
     """How the engines of a run are watched."""
-    first_wait_s: float | None = args.rollout_health_check_first_wait
+    first_wait_s = health.rollout_health_check_first_wait
     later_wait_s = first_wait_s or 0.0
     if first_wait_s is None:
         # On a GPU the first batches compile kernels, during which an engine may answer nothing for minutes.
         first_wait_s = 0.0 if accelerator.current().is_cpu else _FIRST_WAIT_TIMEOUT_S
     return WatchSettings(
-        interval_s=args.rollout_health_check_interval,
-        timeout_s=args.rollout_health_check_timeout,
+        interval_s=health.rollout_health_check_interval,
+        timeout_s=health.rollout_health_check_timeout,
         first_wait_s=first_wait_s,
         later_wait_s=later_wait_s,
-        start_timeout_s=args.engine_start_timeout,
-        replaces_dead=args.use_fault_tolerance,
+        start_timeout_s=start_timeout_s,
+        replaces_dead=health.use_fault_tolerance,
     )

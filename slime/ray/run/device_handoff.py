@@ -19,18 +19,18 @@ module keeps no state: after an error the next step requests its phase again.
 from __future__ import annotations
 
 import time
-from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from slime.backends.protocols import TRAINER_PARTS, EngineFleet, TrainerPart
+from slime.config.arguments import ClusterArgs
 
 
-def engines_share_devices(args: Namespace) -> bool:
+def engines_share_devices(cluster: ClusterArgs) -> bool:
     """Whether engines run on the trainer's devices and release their memory for it."""
-    return bool(args.colocate and args.offload_rollout and not args.debug_train_only)
+    return bool(cluster.colocate and cluster.offload_rollout and not cluster.debug_train_only)
 
 
 class TrainerMemory(Protocol):

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from dataclasses import dataclass
-from pathlib import PurePath
+from pathlib import Path, PurePath
 
-from slime.config.groups import from_args
 from slime.models.cost import num_parameters
 from slime.models.hf_shape import read_shape
 from slime.observability.console import counted, joined, shown_path
 from slime.observability.run_log import FILE
 from slime.observability.terminal import TERMINAL
-from slime.observability.tracking import run_directory
 from slime.utils import accelerator
 from slime.utils.errors import ConfigError
 from slime.utils.prompt_sources import parse_sources
@@ -77,9 +74,8 @@ class HeaderArgs:
         return f"{' + '.join(parts)}, {'CPU' if accelerator.current().is_cpu else 'GPU'}"
 
 
-def print_header(args: Namespace) -> None:
+def print_header(shown: HeaderArgs, run: Path) -> None:
     """Write the lines, before anything starts."""
-    shown, run = from_args(HeaderArgs, args), run_directory(args)
     command = "slime train-async" if shown.is_async else "slime train"
     task = None if shown.task is None else f"task {shown.task}"
     about = (command, run.name, task, shown.objective, shown.model, shown.processes)

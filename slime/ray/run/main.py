@@ -15,8 +15,9 @@ from slime.backends.training.arguments import CheckpointArgs
 from slime.backends.training.checkpoint_source import nothing_left
 from slime.config.groups import from_args
 from slime.observability.run_log import driver_logs
+from slime.observability.tracking import run_directory
 from slime.ray.arguments import parse_args
-from slime.ray.run.header import print_header
+from slime.ray.run.header import HeaderArgs, print_header
 
 # Ray and torch take seconds to import: --help and a wrong command line must not wait for them. So the functions below
 # import them.
@@ -106,7 +107,7 @@ def run_arguments(
     """Run ``loop(args)``, unless a finished run has done all of it. Without ``guard`` an error ends this process."""
     if nothing_left(args) is not None:  # a notice has the reason. Engines and trainer would start for nothing
         return
-    print_header(args)
+    print_header(from_args(HeaderArgs, args), run_directory(args))
     from slime.ray.run.cluster import running_cluster
     from slime.ray.run.restart import exit_status, run_to_the_end
 

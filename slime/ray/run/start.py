@@ -13,13 +13,13 @@ from typing import Any
 import ray
 
 from slime.backends.training.checkpoint_source import resumed_from
+from slime.config.arguments import ClusterArgs
 from slime.config.run_config import RunConfig
 from slime.data.schedule import WEIGHTS, WeightHistory, read_schedule
-from slime.observability.console import START, Console
+from slime.observability.console import START, Console, ConsoleArgs
 from slime.observability.run_log import FILE, RUN_LOG
 from slime.observability.tracking import create_tracker, run_directory
 from slime.ray.actor_group import start_trainers
-from slime.ray.arguments import run_config
 from slime.ray.data_buffer import DataBufferClient, create_data_buffer
 from slime.ray.engines.recovery import RemoteEngines
 from slime.ray.placement_group import GpuSlots, create_placement_groups, release_placement_groups
@@ -46,6 +46,7 @@ class StartArgs:
 
     debug_rollout_only: bool = False
     debug_train_only: bool = False
+    deterministic_mode: bool = False
     engine_start_timeout: float = 0.0
     engines_port: int | None = None
     load: str | None = None
@@ -56,6 +57,7 @@ class StartArgs:
     release_train: bool = False
     replay_schedule: str | None = None
     rollout_batch_size: int = 1
+    save: str | None = None
     start_rollout_id: int | None = None
     trainer_start_timeout: float = 0.0
     weight_sync_timeout: float = 0.0
@@ -72,8 +74,8 @@ def start_run(args: Namespace) -> Run:
     Raises:
         StartFailed: a process died during the start. After any error the processes that already run are stopped.
     """
-    config = run_config(args)
-    handles, slots = _create_handles(config.args)
+    config = RunConfig.of(args)
+    handles, slots = _create_handles(config)
     with undone(handles.dispose):  # no process may survive
         try:
             with START.shown():
@@ -84,23 +86,24 @@ def start_run(args: Namespace) -> Run:
             raise StartFailed(f"the run could not start: {message_of(death)}") from None
 
 
-def _create_handles(args: Namespace) -> tuple[RunHandles, Mapping[str, GpuSlots]]:
+def _create_handles(config: RunConfig) -> tuple[RunHandles, Mapping[str, GpuSlots]]:
     """Create the actors, which start nothing yet. If one of them fails, the ones before it are stopped."""
+    args, settings = config.args, config[StartArgs]
     with ExitStack() as made:
-        is_new = resumed_from(args) is None and not args.start_rollout_id
-        if args.save is not None:
-            made.enter_context(closing(lock_save(args.save)))
+        is_new = resumed_from(args) is None and not settings.start_rollout_id
+        if settings.save is not None:
+            made.enter_context(closing(lock_save(settings.save)))
         tracker = create_tracker(args, is_new=is_new)
         made.callback(tracker.close)
         slots = create_placement_groups(args)
         made.callback(release_placement_groups, slots)
         directory = run_directory(args)
         RUN_LOG.open(directory / FILE)
-        data_buffer, ledger = create_data_buffer(args, directory)
+        data_buffer, ledger = create_data_buffer(config, directory)
         made.callback(data_buffer.kill)
         progress = Progress(directory, ledger=str(ledger))
-        weights = WeightHistory(ledger.with_name(WEIGHTS)) if args.deterministic_mode else None
-        manager = create_rollout_manager(args, slots["rollout"], data_buffer)
+        weights = WeightHistory(ledger.with_name(WEIGHTS)) if settings.deterministic_mode else None
+        manager = create_rollout_manager(config, slots["rollout"], data_buffer)
         started = made.pop_all()
     handles = RunHandles(
         tracker=tracker,
@@ -108,7 +111,7 @@ def _create_handles(args: Namespace) -> tuple[RunHandles, Mapping[str, GpuSlots]
         data_buffer=data_buffer,
         progress=progress,
         started=started,
-        console=Console.of(args, directory),
+        console=Console(config[ConsoleArgs], directory),
         weights=weights,
     )
     return handles, slots
@@ -130,7 +133,7 @@ def _complete(config: RunConfig, handles: RunHandles, slots: GpuSlots) -> Run:
     engines = None
     if not settings.debug_train_only:
         engines = RemoteEngines(handles.manager, settings.weight_sync_timeout)
-    shared_engines = engines if engines_share_devices(config.args) else None
+    shared_engines = engines if engines_share_devices(config[ClusterArgs]) else None
     if shared_engines is not None:
         # Before the trainer: engines take a share of the memory that is free when they start, and give it back here.
         get(ready, settings.all_start_timeout, "engines to start", _START_FLAGS, reports_work=True, meanwhile=note)

@@ -16,10 +16,12 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from slime.config.groups import from_args
 from slime.data.sample import Sample
 from slime.data.values import check_entries, reward_number
 from slime.hooks.load import accepted_kwargs, annotation, load_function, parameter_names
-from slime.rollout.failures import reward_keys, traced_copy
+from slime.rollout.arguments import RewardModelArgs
+from slime.rollout.failures import traced_copy
 from slime.utils.async_utils import Slots, call_user, is_async
 from slime.utils.errors import DataError, ScoringError
 
@@ -39,7 +41,7 @@ async def score_one(args: Any, path: str, sample: Sample, **kwargs: Any) -> Any:
     value = await call_scorer(
         function, args, sample, what=what, timeout_s=args.rm_timeout, **accepted_kwargs(function, kwargs)
     )
-    return reward_value(reward_keys(args), value, what)
+    return reward_value(from_args(RewardModelArgs, args).keys, value, what)
 
 
 async def score_batch(args: Any, path: str, samples: Sequence[Sample], **kwargs: Any) -> list[Any]:
@@ -78,7 +80,7 @@ async def _call_batch(
         raise ScoringError(f"{what} returned {type(result).__name__}; it must return a list with one reward per sample")
     if len(result) != len(samples):
         raise ScoringError(f"{what} returned {len(result)} rewards for {len(samples)} samples")
-    return [reward_value(reward_keys(args), value, what) for value in result]
+    return [reward_value(from_args(RewardModelArgs, args).keys, value, what) for value in result]
 
 
 def _resolve(args: Any, path: str) -> Callable[..., Any]:
@@ -160,7 +162,7 @@ def reward_value(keys: Sequence[str], value: Any, what: str) -> Any:
     """A valid reward by the rule of :mod:`slime.data.values`: a plain number, or a dict.
 
     Args:
-        keys: the entries of reward dicts that are read (:func:`slime.rollout.failures.reward_keys`).
+        keys: the entries of reward dicts that are read (:func:`slime.rollout.arguments.RewardModelArgs.keys`).
 
     Raises:
         ScoringError: it breaks the rule, or is a dict without the entry that is read.

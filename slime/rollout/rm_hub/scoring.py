@@ -6,17 +6,20 @@ Called by the rollout after generation and sample hooks. Knows no engine.
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 import random
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
+from slime.config.groups import from_args
 from slime.data.sample import Sample, iter_samples
 from slime.observability.trace_utils import trace_span
+from slime.rollout.arguments import RewardModelArgs
 from slime.rollout.base_types import complete_args
-from slime.rollout.failures import failed_reward, give_up, is_given_up, reward_keys
+from slime.rollout.failures import failed_reward, give_up, is_given_up
 from slime.rollout.rm_hub.custom import call_scorer, reward_value, score_batch, score_one
 from slime.rollout.rm_hub.grader_pool import LONGEST_CALL_S, grade_limit
 from slime.rollout.rm_hub.math_dapo_utils import compute_score as compute_score_dapo
@@ -73,8 +76,9 @@ async def score(args: Namespace, result: Any) -> None:
     samples = list(iter_samples(result))
     if any(sample.status is Sample.Status.ABORTED for sample in samples):
         return
-    _check_given_rewards(reward_keys(args), samples)
-    missing = _without_failed(args, [sample for sample in samples if sample.reward is None])
+    keys = from_args(RewardModelArgs, args).keys
+    _check_given_rewards(keys, samples)
+    missing = _without_failed(keys, [sample for sample in samples if sample.reward is None])
     if missing:
         with trace_span(missing, "reward_model"):
             await _score(args, missing, are_together=isinstance(result, list))
@@ -82,7 +86,7 @@ async def score(args: Namespace, result: Any) -> None:
 
 async def score_group(args: Namespace, group: Any) -> None:
     """Score all samples of a prompt in one call (``--group-rm``)."""
-    samples = _without_failed(args, list(iter_samples(group)))
+    samples = _without_failed(from_args(RewardModelArgs, args).keys, list(iter_samples(group)))
     if samples:
         with trace_span(samples, "group_reward_model"):
             await _score(args, samples, are_together=True)
@@ -99,10 +103,10 @@ def _check_given_rewards(keys: Sequence[str], samples: Sequence[Sample]) -> None
                 give_up(sample, "reward", error, str(error))
 
 
-def _without_failed(args: Namespace, samples: Sequence[Sample]) -> list[Sample]:
+def _without_failed(keys: Sequence[str], samples: Sequence[Sample]) -> list[Sample]:
     """The samples whose generation did not fail. Reward functions do not see the others."""
     for sample in filter(is_given_up, samples):
-        sample.reward = failed_reward(reward_keys(args))
+        sample.reward = failed_reward(keys)
     return [sample for sample in samples if not is_given_up(sample)]
 
 
@@ -110,7 +114,7 @@ async def _score(args: Namespace, samples: Sequence[Sample], *, are_together: bo
     try:
         rewards = await batched_async_rm(args, samples) if are_together else [await async_rm(args, samples[0])]
     except ScoringError as error:
-        rewards = [failed_reward(reward_keys(args))] * len(samples)
+        rewards = [failed_reward(from_args(RewardModelArgs, args).keys)] * len(samples)
         for sample in samples:
             # The type in the metadata is that of the cause, not ScoringError.
             give_up(sample, "reward", error.__cause__ or error, str(error))
@@ -131,7 +135,7 @@ async def async_rm(args: Namespace, sample: Sample, **kwargs: Any) -> Any:
     complete_args(args)
     if path := sample.custom_rm_path or args.custom_rm_path:
         return await score_one(args, path, sample, **kwargs)
-    return await _score_by_type(args, sample)
+    return await _score_by_type(from_args(RewardModelArgs, args), sample, functools.partial(remote_rm, args, sample))
 
 
 async def batched_async_rm(args: Namespace, samples: Sequence[Sample], **kwargs: Any) -> list[Any]:
@@ -143,15 +147,15 @@ async def batched_async_rm(args: Namespace, samples: Sequence[Sample], **kwargs:
     return list(await asyncio.gather(*(async_rm(args, sample, **kwargs) for sample in samples)))
 
 
-async def _score_by_type(args: Namespace, sample: Sample) -> Any:
+async def _score_by_type(settings: RewardModelArgs, sample: Sample, ask: Callable[[], Awaitable[Any]]) -> Any:
     metadata = sample.metadata if isinstance(sample.metadata, dict) else {}
-    rm_type = str(metadata.get("rm_type") or args.rm_type or "").strip()
+    rm_type = str(metadata.get("rm_type") or settings.rm_type or "").strip()
     if not rm_type:
         raise NotImplementedError("no reward is configured: give --rm-type or --custom-rm-path")
     name = rm_type.removeprefix(_BOXED)
     what = f"--rm-type {rm_type} on sample {sample.index}"
     if name == "remote_rm":
-        return reward_value(reward_keys(args), await remote_rm(args, sample), what)
+        return reward_value(settings.keys, await ask(), what)
     if name not in _RULES:
         known = ", ".join(sorted(known_rm_types()))
         raise NotImplementedError(f"reward type {rm_type!r} is unknown; use one of {known}, or --custom-rm-path")
@@ -161,7 +165,7 @@ async def _score_by_type(args: Namespace, sample: Sample) -> Any:
         response = extract_answer(response) or ""
     rule = (_BOXED_RULES if is_boxed else _RULES)[name]
     label = _label(name, sample.label, metadata, what)
-    with grade_limit(args.rm_timeout) as limit:
+    with grade_limit(settings.rm_timeout) as limit:
         longest_s = LONGEST_CALL_S + limit.wall_s  # the grading process enforces the limit itself
         grade = await call_scorer(rule, response, label, metadata, what=what, timeout_s=longest_s)
     if limit.stopped:

@@ -59,9 +59,8 @@ def test_facts_are_added_to_the_namespace_that_hooks_hold_already() -> None:
 
 
 def test_a_role_or_a_restart_changes_values() -> None:
-    config = RunConfig.of(Namespace(rollout_batch_size=4), estimator="grpo").with_values(rollout_batch_size=2)
+    config = RunConfig.of(Namespace(rollout_batch_size=4)).with_values(rollout_batch_size=2)
     assert config[BatchSizeArgs].rollout_batch_size == config.args.rollout_batch_size == 2
-    assert config.estimator == "grpo"
 
 
 def test_hooks_of_a_process_share_one_namespace_and_its_state_does_not_travel() -> None:

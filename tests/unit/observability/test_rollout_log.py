@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from slime.config.run_config import RunConfig
 from slime.data.dump_file import save_debug_rollout_data
 from slime.data.sample import Sample
 from slime.hooks.load import check_hooks
@@ -136,7 +137,7 @@ def manager(directory: Path, *flags: str) -> RolloutManager:
     args = command.resolve("--load-debug-rollout-data", dump, "--eval-function-path", f"{USER}.evaluate", *flags)
     args.debug_rollout_only = True  # the samples go nowhere
     assert check_hooks(args) == []
-    made = RolloutManager(args, slots=None, data_buffer=None)  # type: ignore[arg-type]
+    made = RolloutManager(RunConfig.of(args), slots=None, data_buffer=None)  # type: ignore[arg-type]
     made.start()
     return made
 

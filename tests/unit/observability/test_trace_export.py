@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import urllib.request
-from argparse import Namespace
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 
 from slime.data.sample import Sample
+from slime.observability.arguments import OutputArgs
 from slime.observability.trace_export import TraceExporter, otlp_spans
 from slime.observability.trace_utils import bind_trace, is_exported, trace_event, trace_headers, trace_span
 from slime.utils.deadline import Deadline, wait_until
@@ -30,8 +30,8 @@ def collector() -> Iterator[Collector]:
     made.stop()
 
 
-def settings(url: str | None, share: float = 1.0) -> Namespace:
-    return Namespace(trace_endpoint=url, trace_share=share, experiment_name="mine")
+def settings(url: str | None, share: float = 1.0) -> OutputArgs:
+    return OutputArgs(trace_endpoint=url, trace_share=share, experiment_name="mine")
 
 
 def traced_sample() -> Sample:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from slime.config.run_config import RunConfig
 from slime.data.ledger import LEDGER, audit, read_ledger
 from slime.data.sample import Sample
 from slime.ray import data_buffer
@@ -44,7 +45,7 @@ def buffer(tmp_path: Path):
         args = Namespace(
             data_source_path=f"{__file__}:CountingSource", save=str(tmp_path), load=str(tmp_path), heartbeat_timeout=0
         )
-        actor = DataBuffer(args)
+        actor = DataBuffer(RunConfig.of(args))
         actor.start()
         return actor
 
@@ -81,7 +82,7 @@ def test_the_ledger_says_what_became_of_every_group(tmp_path: Path):
     args = Namespace(
         data_source_path=f"{__file__}:CountingSource", save=str(tmp_path), load=str(tmp_path), heartbeat_timeout=0
     )
-    first = DataBuffer(args, tmp_path / LEDGER)
+    first = DataBuffer(RunConfig.of(args), tmp_path / LEDGER)
     first.start()
     first.begin(0)
     groups = first.get_samples(6)
@@ -90,7 +91,7 @@ def test_the_ledger_says_what_became_of_every_group(tmp_path: Path):
     first.save(0)
     first.trained(0)
     first.settle(1, [2], keeps_others=False)  # lost with the process: the run begins again after rollout 0
-    second = DataBuffer(args, tmp_path / LEDGER)
+    second = DataBuffer(RunConfig.of(args), tmp_path / LEDGER)
     second.start()
     second.begin(1)
     second._source.next = 6  # as a source that keeps its state does
@@ -144,7 +145,7 @@ def client(monkeypatch, tmp_path: Path):
         monkeypatch.setattr(data_buffer, "get", lambda ref, *_: ref)
         values |= {"data_source_path": source, "heartbeat_timeout": 0, "save": str(tmp_path)}
         args = make_args(values.pop("hf_checkpoint", ""), 0, **values)
-        body = DataBuffer(Namespace(**vars(args)))
+        body = DataBuffer(RunConfig.of(args))
         body.start()
         return DataBufferClient(LocalActor(body))
 
@@ -191,7 +192,7 @@ def test_a_start_with_changed_data_that_was_accepted_is_in_the_ledger(tmp_path: 
     def start(**values: Any) -> DataBuffer:
         places = {"prompt_data": str(prompts), "save": str(tmp_path), "load": str(tmp_path)}
         args = make_args(tiny_task.model, 0, heartbeat_timeout=0, apply_chat_template=True, **places, **values)
-        made = DataBuffer(Namespace(**vars(args)), tmp_path / LEDGER)
+        made = DataBuffer(RunConfig.of(args), tmp_path / LEDGER)
         made.start()
         return made
 

@@ -8,6 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from slime.backends.sglang_utils.topology import topology_of
+from slime.config.arguments import ClusterArgs
+from slime.config.groups import from_args
 from slime.config.plan.layout import read_layout
 from slime.config.plan.placement import plan_placement
 from slime.ray import placement_group
@@ -63,10 +65,13 @@ def test_trainer_and_engines_take_their_slots_in_device_order(flags, trainer, en
 
 
 def test_engines_take_turns_only_where_they_share_devices_and_release_memory():
-    assert engines_share_devices(settings(colocate=True))
-    assert not engines_share_devices(settings())
-    assert not engines_share_devices(settings(colocate=True, offload_rollout=False))
-    assert not engines_share_devices(settings(colocate=True, debug_train_only=True))
+    def share(**flags):
+        return engines_share_devices(from_args(ClusterArgs, settings(**flags)))
+
+    assert share(colocate=True)
+    assert not share()
+    assert not share(colocate=True, offload_rollout=False)
+    assert not share(colocate=True, debug_train_only=True)
 
 
 UNEQUAL = """

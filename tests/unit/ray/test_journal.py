@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from slime.backends.training import checkpoint_files
+from slime.config.run_config import RunConfig
 from slime.data.sample import Sample, iter_samples
 from slime.data.schedule import note_part
 from slime.ray import journal
@@ -62,11 +63,11 @@ def names(save: Path) -> list[str]:
 
 @pytest.mark.parametrize("length", [3, 60_001])  # as JSON, and packed
 def test_a_later_start_takes_the_rollouts_as_they_were(tmp_path: Path, length: int) -> None:
-    first = Journal(arguments(tmp_path))
+    first = Journal(RunConfig.of(arguments(tmp_path)))
     assert first.begin(5) == 5
     added = add(first, tmp_path, 5, length=length)
     add(first, tmp_path, 6)
-    second = Journal(arguments(tmp_path))
+    second = Journal(RunConfig.of(arguments(tmp_path)))
     assert second.begin(5) == 7
     found = second.take(5)
     assert found is not None
@@ -81,7 +82,7 @@ def test_a_later_start_takes_the_rollouts_as_they_were(tmp_path: Path, length: i
 
 
 def test_numbers_are_packed_into_few_bytes(tmp_path: Path) -> None:
-    made = Journal(arguments(tmp_path))
+    made = Journal(RunConfig.of(arguments(tmp_path)))
     length = 60_000
     added = entry(0, length)
     for sample in iter_samples(added.groups):
@@ -103,14 +104,14 @@ class OfAUser:
 def test_objects_of_user_code_come_back_and_those_that_cannot_be_written_do_not_end_the_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    first = Journal(arguments(tmp_path))
+    first = Journal(RunConfig.of(arguments(tmp_path)))
     for rollout_id, value in ((0, OfAUser()), (1, lambda: 3)):
         added = entry(rollout_id)
         next(iter_samples(added.groups)).metadata["user"] = value
         first.add(rollout_id, added)
         first.wait(rollout_id)
     assert "rollout 1 was not written" in caplog.text
-    second = Journal(arguments(tmp_path))
+    second = Journal(RunConfig.of(arguments(tmp_path)))
     assert second.begin(0) == 1
     found = second.take(0)
     assert found is not None
@@ -119,7 +120,7 @@ def test_objects_of_user_code_come_back_and_those_that_cannot_be_written_do_not_
 
 @pytest.mark.parametrize("how", ["other flags", "damaged", "gap", "another run", "given start"])
 def test_rollouts_that_do_not_continue_the_run_are_generated_again_and_deleted(tmp_path: Path, how: str) -> None:
-    first = Journal(arguments(tmp_path))
+    first = Journal(RunConfig.of(arguments(tmp_path)))
     for rollout_id in range(3):
         add(first, tmp_path, rollout_id)
     flags: dict[str, Any] = {}
@@ -138,15 +139,15 @@ def test_rollouts_that_do_not_continue_the_run_are_generated_again_and_deleted(t
             flags = {"load": str(tmp_path / "other")}
         case "given start":
             flags = {"start_rollout_id": 0}
-    second = Journal(arguments(tmp_path, **flags))
+    second = Journal(RunConfig.of(arguments(tmp_path, **flags)))
     assert second.begin(0) == stop
     kept = [name for name in names(tmp_path) if name.startswith("journal/")]
     assert [Path(name).stem for name in kept] == [str(rollout_id) for rollout_id in range(stop)]
-    assert Journal(arguments(tmp_path)).begin(0) == stop
+    assert Journal(RunConfig.of(arguments(tmp_path))).begin(0) == stop
 
 
 def test_a_checkpoint_covers_its_rollouts_and_keeps_its_own_state(tmp_path: Path) -> None:
-    made = Journal(arguments(tmp_path))
+    made = Journal(RunConfig.of(arguments(tmp_path)))
     for rollout_id in range(4):
         add(made, tmp_path, rollout_id)
     partial = checkpoint_files.partial_directory(tmp_path, "iter_0000002")
@@ -157,7 +158,7 @@ def test_a_checkpoint_covers_its_rollouts_and_keeps_its_own_state(tmp_path: Path
     assert [name for name in names(tmp_path) if name.startswith("journal/")] == ["journal/3.pt", "journal/4.pt"]
     states = [name for name in names(tmp_path) if name.startswith("global")]
     assert states == [f"global_dataset_state_dict_{number}.json" for number in (2, 3, 4)]
-    assert Journal(arguments(tmp_path)).begin(3) == 5
+    assert Journal(RunConfig.of(arguments(tmp_path))).begin(3) == 5
 
 
 def test_the_files_of_a_checkpoint_are_looked_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +176,7 @@ def test_the_files_of_a_checkpoint_are_looked_at_once(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(checkpoint_files, "what_is_torn", look)
     monkeypatch.setattr(journal, "what_is_torn", look, raising=False)
-    made = Journal(arguments(tmp_path))
+    made = Journal(RunConfig.of(arguments(tmp_path)))
     for rollout_id in range(2, 6):
         add(made, tmp_path, rollout_id)
     assert looked == [name_of(1), name_of(2)]
@@ -191,7 +192,7 @@ def test_a_disk_that_hangs_is_reported_and_the_run_goes_on_without_the_journal(
     goes_on = threading.Event()
     monkeypatch.setattr(journal, "write_encoded", lambda *_: goes_on.wait())
     monkeypatch.setattr(journal, "_WAIT_S", 0.01)
-    made = Journal(arguments(tmp_path))
+    made = Journal(RunConfig.of(arguments(tmp_path)))
     made.add(0, entry(0))
     made.wait(0)
     assert "rollout 0 was not written" in caplog.text
@@ -205,7 +206,7 @@ def test_a_slow_disk_is_reported_with_the_seconds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(journal, "_SLOW_S", -1.0)
-    add(Journal(arguments(tmp_path)), tmp_path, 0)
+    add(Journal(RunConfig.of(arguments(tmp_path))), tmp_path, 0)
     assert "s until the disk had rollout 0" in caplog.text
 
 
@@ -218,7 +219,7 @@ def test_a_full_disk_does_not_end_the_run(
         raise OSError("no space left on device")
 
     monkeypatch.setattr(journal, "write_encoded", full)
-    made = Journal(arguments(tmp_path))
+    made = Journal(RunConfig.of(arguments(tmp_path)))
     made.add(0, entry(0))
     made.wait(0)
     assert "a run that dies now generates it again (no space left on device)" in caplog.text
@@ -237,5 +238,5 @@ def test_a_full_disk_does_not_end_the_run(
     ],
 )
 def test_a_run_without_checkpoints_or_generation_has_no_journal(tmp_path: Path, values: dict[str, Any]) -> None:
-    assert Journal.of(arguments(tmp_path)) is not None
-    assert Journal.of(arguments(tmp_path, **values)) is None
+    assert Journal.of(RunConfig.of(arguments(tmp_path))) is not None
+    assert Journal.of(RunConfig.of(arguments(tmp_path, **values))) is None

@@ -13,6 +13,7 @@ import pytest
 from slime.backends.sglang_utils.external import ExternalEngineInfo
 from slime.backends.sglang_utils.server_process import ForkAddress
 from slime.backends.sglang_utils.topology import EnginePlace, WorkerType
+from slime.config.arguments import FaultToleranceArgs
 from slime.ray.engines import http_workers
 from slime.ray.engines import servers as engine_servers
 from slime.ray.engines.fleet import RayEngineFleet, WaitingEngines
@@ -256,9 +257,7 @@ def test_a_registered_engine_that_does_not_fit_is_named(monkeypatch: pytest.Monk
 )
 def test_on_gpus_the_first_health_check_leaves_time_to_compile_kernels(given, device, waits, monkeypatch):
     monkeypatch.setattr(accelerator, "current", device)
-    names = ("rollout_health_check_interval", "rollout_health_check_timeout", "engine_start_timeout")
-    args = Namespace(**dict.fromkeys(names, 1.0), rollout_health_check_first_wait=given, use_fault_tolerance=True)
-    settings = watch_settings(args)
+    settings = watch_settings(FaultToleranceArgs(rollout_health_check_first_wait=given), 1.0)
     assert (settings.first_wait_s, settings.later_wait_s) == waits
 
 
@@ -275,7 +274,7 @@ def test_replies_with_routed_experts_are_received_by_workers_on_gpus(
     is_cpu: bool, posts: bool, replays: bool, found: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("slime.utils.accelerator.current", lambda: SimpleNamespace(is_cpu=is_cpu))
-    assert are_wanted(Namespace(use_distributed_post=posts, use_rollout_routing_replay=replays)) is found
+    assert are_wanted(is_asked_for=posts, replays_experts=replays) is found
 
 
 @pytest.mark.parametrize("num_choices", [100, 3 << 20])

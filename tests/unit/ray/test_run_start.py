@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from slime.config.run_config import RunConfig
 from slime.ray import placement_group
 from slime.ray.run import start
 from slime.ray.watch.failure_report import Shortage
@@ -42,7 +41,6 @@ def test_what_was_made_before_a_start_failed_is_ended_in_the_reverse_order(
     monkeypatch.setattr(start, "resumed_from", lambda args: None)
     monkeypatch.setattr(start, "run_directory", lambda args: tmp_path)
     monkeypatch.setattr(start, "Progress", lambda directory, ledger: None)
-    monkeypatch.setattr(start, "run_config", RunConfig.of)
     with pytest.raises(DeadlineExceeded, match=breaks):
         start.start_run(SimpleNamespace(save=None, start_rollout_id=None, deterministic_mode=False))  # type: ignore[arg-type]
     assert ended == list(STEPS[: STEPS.index(breaks)])[::-1]

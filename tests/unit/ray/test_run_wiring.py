@@ -134,7 +134,7 @@ def make_manager(directory: Path, *flags: str) -> RolloutManager:
     flags = ("--load-debug-rollout-data", dump, "--output-dir", str(directory / "out"), *flags)
     args = make_command(directory).resolve(*flags)
     args.global_batch_size, args.world_size = 2, 1
-    made = RolloutManager(args, slots=None, data_buffer=None)  # type: ignore[arg-type]
+    made = RolloutManager(RunConfig.of(args), slots=None, data_buffer=None)  # type: ignore[arg-type]
     made.start()
     return made
 
@@ -212,7 +212,7 @@ def test_an_update_is_made_as_the_flags_say(flags: str, expected: dict[str, Any]
     rank._args, rank._sync_args, rank._kept_version = args, from_args(SyncArgs, args), None
     rank._trainer = SimpleNamespace(is_weight_source=True, keep_version=kept.append, adapter_proof=lambda version: None)
     rank._trainer.fixed_log_probs = lambda ids: [float(-token) for token in ids[1:]]
-    rank._proof = root_proof(args)
+    rank._proof = root_proof(rank._sync_args, args.hf_checkpoint)
     rank._weight_updater = SimpleNamespace(  # type: ignore[assignment]
         update=lambda fleet, trainer, update: updates.append(update) or 0,
         changed_share=None,

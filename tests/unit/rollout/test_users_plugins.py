@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from slime.batch import ship
+from slime.config.run_config import RunConfig
 from slime.data.sample import iter_samples
 from slime.hooks.load import check_hooks, load_function
 from slime.ray import rollout as manager_module
@@ -50,7 +51,7 @@ def play(engine, tiny_task, monkeypatch):
         args.debug_train_only, args.debug_rollout_only = True, False  # no engine processes, but the batch is made
         args.sglang_router_ip, args.sglang_router_port, args.world_size = "127.0.0.1", server.port, 1
         args.rm_type = args.rm_type or "random"
-        manager = RolloutManager(args, slots=None, data_buffer=Buffer(args))
+        manager = RolloutManager(RunConfig.of(args), slots=None, data_buffer=Buffer(args))
         manager.start()
         return manager
 
