@@ -65,6 +65,9 @@ def pack_routed_experts(meta: dict[str, Any]) -> None:
     meta[_EXPERTS] = (whole.dtype.name, whole.tobytes())
 
 
+_DTYPES = {"uint8": torch.uint8, "int16": torch.int16, "int32": torch.int32}
+
+
 def _narrowest(least: int, most: int) -> str:
     """A dtype that holds the numbers. One below 0, which no expert has, stays as it is for the message about it."""
     if least >= 0 and most < 2**8:
@@ -84,7 +87,7 @@ def _routed_experts(meta: dict[str, Any]) -> torch.Tensor | None:
 
 
 def _narrow(numbers: torch.Tensor) -> torch.Tensor:
-    return numbers.to(getattr(torch, _narrowest(int(numbers.min()), int(numbers.max()))))
+    return numbers.to(_DTYPES[_narrowest(int(numbers.min()), int(numbers.max()))])
 
 
 def flat_list(values: Any) -> Sequence[Any]:
@@ -198,7 +201,7 @@ def compact_routed_experts(
             raise ValueError(f"{name} has the routed expert {int(value.min())}: the engine left a choice out")
         largest = max(largest, int(value.max()) if value.numel() else 0)
     # The array has layers x topk entries per token, so the smallest type is worth its cost.
-    dtype = getattr(torch, _narrowest(0, largest))
+    dtype = _DTYPES[_narrowest(0, largest)]
     _, layers, topk = first.shape
     filler = torch.arange(topk, dtype=dtype)  # distinct, as an engine's are
 

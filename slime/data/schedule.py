@@ -60,7 +60,7 @@ def note_part(sample: Sample, version: object) -> None:
     """Note that weights ``version`` generated the response of ``sample`` from the last part to its end."""
     number = int(str(version)) if str(version).isdecimal() else None
     # An attribute that only samples of deterministic runs have, not a field. A list of lists: JSON has no tuples.
-    parts = [*getattr(sample, "parts", []), [number, sample.response_length]]
+    parts = [*vars(sample).get("parts", []), [number, sample.response_length]]
     sample.parts = parts  # type: ignore[attr-defined]
 
 
@@ -97,7 +97,7 @@ def _row(sample: Sample) -> list[Any]:
 
 
 def _parts(sample: Sample) -> list[list[int | None]]:
-    parts: list[list[int | None]] = getattr(sample, "parts", [])
+    parts: list[list[int | None]] = vars(sample).get("parts", [])
     if parts and parts[-1][1] == sample.response_length:
         return parts
     # A user's function made it: its requests are known by their versions only.

@@ -37,8 +37,8 @@ def _part(part: str, name: str) -> Callable[[ModelShape], Any]:
     """An attribute of a part of the shape. None if the model lacks the part."""
 
     def value(shape: ModelShape) -> Any:
-        found = getattr(shape, part)
-        return None if found is None else getattr(found, name)
+        found = vars(shape)[part]
+        return None if found is None else vars(found)[name]
 
     return value
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
 from slime.models.family import Family
@@ -170,7 +170,7 @@ class ModelShape:
     def as_dict(self) -> dict[str, Any]:
         """Plain values."""
         # Megatron checkpoints contain them: another value refuses older ones, another name skips the comparison.
-        values: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "family"}
+        values: dict[str, Any] = {name: value for name, value in vars(self).items() if name != "family"}
         plain = {name: vars(value) if is_dataclass(value) else value for name, value in values.items()}
         return {"model_type": self.model_type, **plain}
 

@@ -20,7 +20,9 @@ def attend(
     dist.init_process_group("gloo")
     bounds = torch.tensor([0, *lengths]).cumsum(0).int()
     rows = zigzag_rows(bounds, rank, world_size)
-    config = SimpleNamespace(window_size=None, kv_channels=inputs[0].size(-1), attention_dropout=0.0)
+    config = SimpleNamespace(
+        window_size=None, softmax_type="vanilla", kv_channels=inputs[0].size(-1), attention_dropout=0.0
+    )
     attention = PackedAttention(config, layer_number=1)
     local = [tensor[rows].requires_grad_() for tensor in inputs]
     segments = packed_segments(bounds, max(lengths), cp_rank=rank, cp_size=world_size, cp_group=dist.group.WORLD)

@@ -25,14 +25,14 @@ from slime.backends.fsdp_utils.arguments import FsdpArgs
 from slime.backends.fsdp_utils.model import build_model, local_tensor, read_config
 from slime.backends.fsdp_utils.step import TrainState, build_optimizer, outputs_by_sample, reset_moments, train_step
 from slime.backends.fsdp_utils.weights import FsdpWeights
-from slime.backends.protocols import TrainerPart, weights_dtype
+from slime.backends.protocols import TrainerPart
 from slime.backends.training.adapter_files import shared_description
-from slime.backends.training.arguments import OptimizerArgs, ParallelArgs, TrainerArgs
+from slime.backends.training.arguments import OptimizerArgs, ParallelArgs, PrecisionArgs, TrainerArgs
 from slime.backends.training.context_parallel import Sharding
 from slime.backends.training.data import RankPlace, TrainBatch, row_multiple
 from slime.backends.training.loss import LossContext
 from slime.backends.training.offload import DeviceMemory
-from slime.backends.training.optimizer import RateSchedule, ScheduledRates
+from slime.backends.training.optimizer import RateSchedule, ScheduledRates, dtype_of
 from slime.backends.training.steps import ReadOutput, StepResult
 from slime.batch.arguments import BatchArgs
 from slime.config.arguments import ClusterArgs
@@ -50,7 +50,7 @@ class FsdpTrainer(FsdpWeights):
         # Before the base class, which takes the size of the vocabulary.
         self._config = read_config(args.hf_checkpoint)
         super().__init__(args, rank=rank, world_size=world_size, with_ref=with_ref, vocab_size=self._config.vocab_size)
-        self._dtype = getattr(torch, weights_dtype(fp16=args.fp16, fp32=args.fp32))
+        self._dtype = dtype_of(from_args(PrecisionArgs, args))
 
     # ------------------------------------------------------------------------------------------------ setup
 

@@ -111,7 +111,7 @@ def _decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
     layers = [module for module in model.modules() if type(module).__name__ in kinds]
     if not layers:
         raise ConfigError(f"--train-backend fsdp: {type(model).__name__} does not say what its layers are.")
-    others = set(getattr(model.config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    others = set(model.config.to_dict().get("layer_types") or ()) - {"full_attention", "sliding_attention"}
     if others or model._is_stateful:
         raise ConfigError(
             f"--train-backend fsdp: {type(model).__name__} is not supported yet: its layers carry a state from "

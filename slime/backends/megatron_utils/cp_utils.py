@@ -70,7 +70,7 @@ def current_sharding() -> Sharding:
     if seen is not None:
         return seen
     # Not imported: this module works without megatron.
-    mpu: Any = getattr(sys.modules.get("megatron.core"), "mpu", None)
+    mpu: Any = sys.modules.get("megatron.core.parallel_state")
     size = 1 if mpu is None else mpu.get_context_parallel_world_size()  # 0 before the groups exist
     if size <= 1:
         return WHOLE

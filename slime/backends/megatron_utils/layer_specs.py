@@ -94,9 +94,9 @@ def user_block(layers: Any, config: Any, vp_stage: int | None = None) -> Any:
     block = with_classes(block, {**kernels, **dict.fromkeys(_STOCK_NORMS, TorchNorm)})
     for layer in block.layer_specs:
         group_experts(layer)
-        attention = getattr(layer.submodules.self_attention, "submodules", None)
-        if isinstance(attention, MLASelfAttentionSubmodules):
-            _replicate_down_projections(attention)
+        attention = layer.submodules.self_attention
+        if isinstance(attention, ModuleSpec) and isinstance(attention.submodules, MLASelfAttentionSubmodules):
+            _replicate_down_projections(attention.submodules)
     return block
 
 
@@ -124,7 +124,7 @@ def _adapt(layer: Any, config: Any, family: Family) -> None:
     attention.core_attention = PackedAttention
     for owner in (layer.submodules, attention):
         for name in _NORMS:
-            if getattr(owner, name, None) not in (None, IdentityOp):  # IdentityOp: the model lacks this norm
+            if vars(owner).get(name) not in (None, IdentityOp):  # IdentityOp: the model lacks this norm
                 setattr(owner, name, TorchNorm)
     if config.multi_latent_attention:
         layer.submodules.self_attention.module = LatentSelfAttention
@@ -154,9 +154,10 @@ SPECIAL_LAYERS: dict[str, Callable[[Any, Any], None]] = {
 def _replicate_down_projections(attention: Any) -> None:
     # The rope part of the key leaves the down-projection without another collective. If tensor-parallel ranks shared
     # the projection, its gradient would miss the share of the other ranks.
-    for name in ("linear_q_down_proj", "linear_kv_down_proj"):
-        if getattr(attention, name) is ColumnParallelLinear:
-            setattr(attention, name, ReplicatedLinear)
+    if attention.linear_q_down_proj is ColumnParallelLinear:
+        attention.linear_q_down_proj = ReplicatedLinear
+    if attention.linear_kv_down_proj is ColumnParallelLinear:
+        attention.linear_kv_down_proj = ReplicatedLinear
 
 
 class PostNormLayer(TransformerLayer):

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
-from megatron.core.distributed import finalize_model_grads
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 
@@ -218,7 +218,8 @@ def run_model(model: Any, micro_batch: MicroBatch, segments: PackedSegments) -> 
     packed = micro_batch.packed
     # Our losses read 16-bit logits chunk by chunk, so that no fp32 copy of all of them exists; users' get fp32
     is_ours = segments.head_rows is not None
-    dtype = {"fp32_output": False} if is_ours and isinstance(getattr(model, "module", None), Float16Module) else {}
+    is_16_bit = isinstance(model, DistributedDataParallel) and isinstance(model.module, Float16Module)
+    dtype = {"fp32_output": False} if is_ours and is_16_bit else {}
     output = model(packed.tokens, packed.position_ids, None, packed_seq_params=segments, **dtype)
     return output.squeeze(0) if unwrap(model).post_process and segments.head_rows is not None else output
 

@@ -79,7 +79,7 @@ class VisionGPTModel(PackedGPTModel):
         mine, rows = _local_rows(media, segments, has_slices=self.config.sequence_parallel)
         features = output.pooler_output[mine].to(embedded.dtype)
         embedded = embedded.index_copy(0, rows, features.unsqueeze(1))
-        deep = [feature[mine].to(embedded.dtype) for feature in getattr(output, "deepstack_features", None) or ()]
+        deep = [feature[mine].to(embedded.dtype) for feature in output.get("deepstack_features") or ()]
         # The layers' backward passes end here, see _DeepGradients.
         leaves = [feature.detach().requires_grad_(feature.requires_grad) for feature in deep]
         segments.deep_features = DeepFeatures(rows, leaves)

@@ -13,9 +13,17 @@ from typing import Any
 
 import torch
 
-from slime.backends.training.arguments import OptimizerArgs
+from slime.backends.protocols import weights_dtype
+from slime.backends.training.arguments import OptimizerArgs, PrecisionArgs
 from slime.utils import accelerator
 from slime.utils.errors import ConfigError
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def dtype_of(precision: PrecisionArgs) -> torch.dtype:
+    """:func:`weights_dtype` as torch's object."""
+    return _DTYPES[weights_dtype(fp16=precision.fp16, fp32=precision.fp32)]
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from tests.verification import plain_attention, verify
 
 
 def _attention(**overrides: Any) -> PackedAttention:
-    config = {"window_size": None, "kv_channels": 8, "attention_dropout": 0.0}
+    config = {"window_size": None, "softmax_type": "vanilla", "kv_channels": 8, "attention_dropout": 0.0}
     return PackedAttention(SimpleNamespace(**(config | overrides)), layer_number=1)
 
 

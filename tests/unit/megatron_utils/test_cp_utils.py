@@ -51,7 +51,7 @@ def stand_on(monkeypatch: pytest.MonkeyPatch, rank: int, size: int) -> Sharding:
         get_context_parallel_world_size=lambda: size,
         get_context_parallel_group=lambda: None,
     )
-    monkeypatch.setitem(cp_utils.sys.modules, "megatron.core", SimpleNamespace(mpu=mpu))  # type: ignore[arg-type]
+    monkeypatch.setitem(cp_utils.sys.modules, "megatron.core.parallel_state", mpu)  # type: ignore[arg-type]
     return Sharding(cp_rank=rank, cp_size=size)
 
 

@@ -23,7 +23,7 @@ from megatron.core import parallel_state as mpu
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.exchange_utils import determine_main_replica_uniform_distribution
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, is_main_replica
+from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor, is_main_replica
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
@@ -102,7 +102,7 @@ def _without_fp8(state: dict[str, Any]) -> Mapping[int, tuple[torch.Tensor, torc
     """
     found = {}
     for entry in nested_values(state):
-        weight = getattr(entry, "data", None)
+        weight = entry.data if isinstance(entry, ShardedBase) else None
         if isinstance(weight, torch.Tensor) and fp8_utils.is_float8tensor(weight):
             entry.data = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
             found[entry.data.untyped_storage()._cdata] = (entry.data, weight)

@@ -209,7 +209,7 @@ class ModelTensors:
 
     def _walk(self) -> Iterator[LocalTensor]:
         for chunk in self._chunks:
-            has_value_head = isinstance(getattr(chunk, "output_layer", None), ValueHead)
+            has_value_head = isinstance(dict(chunk.named_children()).get("output_layer"), ValueHead)
             for name, parameter in chunk.named_parameters():
                 if has_value_head and name in VALUE_HEAD_PARAMETERS:
                     continue  # a critic's head is in no Hugging Face checkpoint

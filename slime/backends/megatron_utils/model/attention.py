@@ -195,7 +195,7 @@ class PackedAttention(MegatronModule):
         v_channels: int | None = None,
     ) -> None:
         super().__init__(config=config)
-        if config.window_size is not None or getattr(config, "softmax_type", "vanilla") != "vanilla":
+        if config.window_size is not None or config.softmax_type != "vanilla":
             raise ConfigError("omit --window-size and --softmax-type: attention here has no sliding windows or sinks.")
         channels = k_channels or config.kv_channels
         self._scale = 1.0 / math.sqrt(channels) if softmax_scale is None else softmax_scale

@@ -177,8 +177,7 @@ class GatedDeltaNet(MegatronModule):
             tp_group=self.tp_group,
             dp_cp_group=metadata["dp_cp_group"],
         )
-        for name in ("in_proj", "out_proj", "out_norm"):
-            module = getattr(self, name)
+        for name, module in {"in_proj": self.in_proj, "out_proj": self.out_proj, "out_norm": self.out_norm}.items():
             state |= sharded_state_dict_default(
                 module, f"{prefix}{name}.", sharded_offsets, metadata, tp_group=self.tp_group
             )

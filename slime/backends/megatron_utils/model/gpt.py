@@ -15,8 +15,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, roll_tensor
 
 from slime.algorithms.logprobs import log_probs_and_entropy
@@ -83,7 +85,7 @@ def _mask_padding(layer: Any, inputs: Any, kwargs: dict[str, Any]) -> Any:
 
 def unwrap(model: Any) -> GPTModel:
     """The model inside Megatron's wrappers."""
-    while hasattr(model, "module"):
+    while isinstance(model, DistributedDataParallel | Float16Module):
         model = model.module
     return model
 

@@ -112,7 +112,7 @@ def prepare_te_layers(model: Any) -> None:
         if isinstance(module, TERowParallelGroupedLinear):
             for parameter in module.parameters():
                 parameter.partition_dim = 1  # marked as 0 if tensor parallelism divides experts
-        if hasattr(module, "fuse_wgrad_accumulation"):
+        if "fuse_wgrad_accumulation" in vars(module):
             # The product that makes a weight's gradient adds it to the fp32 sum. Megatron's flag for that also holds
             # for its local layers, such as the LM head, whose kernel is Apex's.
             module.fuse_wgrad_accumulation = True
@@ -130,6 +130,5 @@ def with_classes(spec: Any, classes: dict[type, Any]) -> Any:
     if isinstance(spec, list):
         return [with_classes(one, classes) for one in spec]
     if dataclasses.is_dataclass(spec) and not isinstance(spec, type):
-        parts = {item.name: getattr(spec, item.name) for item in dataclasses.fields(spec)}
-        return dataclasses.replace(spec, **{name: with_classes(part, classes) for name, part in parts.items()})
+        return dataclasses.replace(spec, **{name: with_classes(part, classes) for name, part in vars(spec).items()})
     return spec

@@ -13,9 +13,8 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from slime.backends.megatron_utils.arguments import MuonArgs
 from slime.backends.megatron_utils.optimizer.host_adam import HostUpdate, keep_states_on_host, update_threads
 from slime.backends.megatron_utils.optimizer.muon import build_muon
-from slime.backends.protocols import weights_dtype
 from slime.backends.training.arguments import OptimizerArgs, PrecisionArgs
-from slime.backends.training.optimizer import RateSchedule, StatelessAdam, fuse_adamw
+from slime.backends.training.optimizer import RateSchedule, StatelessAdam, dtype_of, fuse_adamw
 
 
 def build_optimizer(
@@ -55,7 +54,7 @@ def build_optimizer(
             _forget_moments(part, settings)
         elif settings.optimizer_cpu_offload:
             keep_states_on_host(part, on_host)
-        elif getattr(part, "init_state_fn", _zero_momentum) is None:
+        elif part.init_state_fn is None:
             # Megatron has none for sgd, and would call None on loading a checkpoint
             part.init_state_fn = _zero_momentum
         fuse_adamw(part.optimizer)
@@ -89,7 +88,7 @@ _SAME = (
 
 
 def _config(settings: OptimizerArgs, precision: PrecisionArgs) -> OptimizerConfig:
-    dtype = getattr(torch, weights_dtype(fp16=precision.fp16, fp32=precision.fp32))
+    dtype = dtype_of(precision)
     return OptimizerConfig(
         **{name: vars(settings)[name] for name in _SAME},
         bf16=dtype.itemsize == 2 and not precision.fp16,

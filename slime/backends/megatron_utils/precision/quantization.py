@@ -24,6 +24,8 @@ from typing import Any
 import torch
 from megatron.core import fp8_utils
 from megatron.core import parallel_state as mpu
+from megatron.core.enums import Fp8Recipe
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
 from slime.backends.megatron_utils.checkpoint.tensors import ModelTensors, chunks_of
 from slime.backends.megatron_utils.model.experts import ExpertLinear, multiply
@@ -98,8 +100,7 @@ def fake_quantize_experts(chunks: Any, shape: ModelShape, hf_checkpoint: str, gr
         id(module.weight): module
         for chunk in chunks_of(chunks)
         for module in chunk.modules()
-        if (hasattr(module, "_forward_impl") or isinstance(module, ExpertLinear))
-        and isinstance(getattr(module, "weight", None), torch.Tensor)
+        if isinstance(module, ColumnParallelLinear | RowParallelLinear | ExpertLinear) and module.weight is not None
     }
     rank = mpu.get_expert_model_parallel_rank()
     names: defaultdict[int, list[str]] = defaultdict(list)
@@ -139,7 +140,7 @@ def check_recipe(config: Any) -> None:
     try:
         fp8_utils.get_fp8_recipe(config)
     except (ValueError, AssertionError) as error:
-        name = str(getattr(config.fp8_recipe, "value", config.fp8_recipe))
+        name = Fp8Recipe(config.fp8_recipe).value
         factory = f" with --fp8-quantizer-factory {config.fp8_quantizer_factory}" if name == "custom" else ""
         raise ConfigError(f"--fp8-recipe {name}{factory}: {error}") from error
 

@@ -176,7 +176,7 @@ class HistoryWorker(BaseSpecWorker):
             return logits.argmax(-1).to(torch.int32)
         wide = copy.copy(info)
         for name in _PER_ROW:
-            value = getattr(info, name)
+            value = vars(info)[name]
             setattr(wide, name, None if value is None else value[rows.owner])
         is_plain = not (info.need_top_p_sampling or info.need_top_k_sampling or info.need_min_p_sampling)
         probs = torch.softmax(logits / wide.temperatures, -1)

@@ -98,7 +98,7 @@ def _default_device_module() -> None:
     """Make ``torch.get_device_module()`` return ``torch.cpu``."""
     # On a CUDA build it returns torch.cuda, and the release of memory would synchronize a missing GPU.
     original = torch.get_device_module  # a cache wraps it already, so __wrapped__ is not a mark of this patch
-    if hasattr(original, "is_patched"):
+    if "is_patched" in vars(original):
         return
 
     def get_device_module(device: Any = None) -> Any:
@@ -158,7 +158,7 @@ def _experts_elsewhere() -> None:
     from sglang.srt.layers.moe import fused_moe_native
 
     native = fused_moe_native.moe_forward_native
-    if hasattr(native, "is_patched"):
+    if "is_patched" in vars(native):
         return
 
     def moe_forward_native(layer: Any, x: torch.Tensor, topk_output: Any, config: Any) -> torch.Tensor:
