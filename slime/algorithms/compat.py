@@ -11,11 +11,11 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from slime.algorithms import grpo, reinforce_pp
+from slime.algorithms import credit
 from slime.algorithms.arguments import AlgorithmArgs
-from slime.algorithms.gspo import sequence_log_ratio
 from slime.algorithms.logprobs import log_probs_and_entropy
 from slime.algorithms.off_policy import drifted_tokens
+from slime.algorithms.policy_loss import sequence_log_ratio
 from slime.algorithms.ppo import chunked_gae, vanilla_gae
 from slime.algorithms.reduce import Samples
 from slime.algorithms.types import CreditData
@@ -73,7 +73,7 @@ def compute_gspo_kl(
 
 def get_grpo_returns(rewards: torch.Tensor, kl: Ragged) -> Ragged:
     """``rewards[i]`` at every token of ``kl[i]``."""
-    return grpo.credit(_credit_data(rewards, kl), kl, AlgorithmArgs()).advantages
+    return credit.group_relative(_credit_data(rewards, kl), kl, AlgorithmArgs()).advantages
 
 
 def get_reinforce_plus_plus_returns(
@@ -87,7 +87,7 @@ def get_reinforce_plus_plus_returns(
 ) -> Ragged:
     """Discounted returns of REINFORCE++, ``[R_i]`` per sample."""
     del response_lengths, total_lengths  # every row already is a whole response
-    return reinforce_pp.credit(
+    return credit.reinforce_pp(
         _credit_data(rewards, loss_masks), kl, AlgorithmArgs(kl_coef=kl_coef, gamma=gamma)
     ).returns
 
@@ -97,7 +97,7 @@ def get_reinforce_plus_plus_baseline_advantages(
 ) -> Ragged:
     """``rewards[i] - kl_coef * kl[i]``."""
     data = _credit_data(rewards, loss_masks)
-    return reinforce_pp.baseline_credit(data, kl, AlgorithmArgs(kl_coef=kl_coef)).advantages
+    return credit.reinforce_pp_baseline(data, kl, AlgorithmArgs(kl_coef=kl_coef)).advantages
 
 
 @torch.no_grad()

@@ -46,18 +46,18 @@ ESTIMATORS: dict[str, Estimator] = {
     record.name: record
     for record in (
         # the first record is the default of the flag
-        Estimator("grpo", credit="slime.algorithms.grpo:credit", is_centered=True, is_scaled=True),
+        Estimator("grpo", credit="slime.algorithms.credit:group_relative", is_centered=True, is_scaled=True),
         Estimator(
             "gspo",
-            credit="slime.algorithms.grpo:credit",
-            log_ratio="slime.algorithms.gspo:sequence_log_ratio",
+            credit="slime.algorithms.credit:group_relative",
+            log_ratio="slime.algorithms.policy_loss:sequence_log_ratio",
             is_centered=True,
             is_scaled=True,
         ),
         Estimator(
             "cispo",
-            credit="slime.algorithms.grpo:credit",
-            surrogate="slime.algorithms.cispo:surrogate",
+            credit="slime.algorithms.credit:group_relative",
+            surrogate="slime.algorithms.policy_loss:cispo_surrogate",
             is_centered=True,
             is_scaled=True,
             # the paper has no lower bound: 1 - EPS_CLIP is then 0, and no ratio is below
@@ -65,13 +65,13 @@ ESTIMATORS: dict[str, Estimator] = {
         ),
         Estimator(
             "reinforce_plus_plus",
-            credit="slime.algorithms.reinforce_pp:credit",
+            credit="slime.algorithms.credit:reinforce_pp",
             has_kl_in_rewards=True,
             needs_whitening=True,
         ),
         Estimator(
             "reinforce_plus_plus_baseline",
-            credit="slime.algorithms.reinforce_pp:baseline_credit",
+            credit="slime.algorithms.credit:reinforce_pp_baseline",
             is_centered=True,
             has_kl_in_rewards=True,
             needs_whitening=True,

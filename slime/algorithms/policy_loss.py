@@ -5,7 +5,8 @@
     new, reference log-probs --> KL estimate ------------------ + kl_loss_coef+
 
 Called by the trainer's loss dispatch with flat per-token tensors, whatever model, batch layout and process groups are.
-All tensors are ``[N]``, the response tokens of the micro-batch in sample order, whole on every rank.
+All tensors are ``[N]``, the response tokens of the micro-batch in sample order, whole on every rank. The last functions
+are the ratio of GSPO and the surrogate of CISPO, whose other parts are those of GRPO, and the loss of fine-tuning.
 """
 
 from __future__ import annotations
@@ -158,3 +159,59 @@ def _kl_loss(
     reference = torch.where(samples.mask, tokens.ref_log_probs, at_rest)
     ratio = importance_ratio(new, torch.where(samples.mask, old, at_rest)) if settings.use_unbiased_kl else None
     return reduce(approx_kl(new, reference, settings.kl_loss_type, ratio))
+
+
+def sequence_log_ratio(log_probs: torch.Tensor, old_log_probs: torch.Tensor, samples: Samples) -> torch.Tensor:
+    """``log(1 / s_i)`` at every token of sample i, where ``s_i`` is the length-normalized sequence ratio.
+
+    Source: GSPO, Zheng et al. 2025, arXiv:2507.18071, eq. 7: ``s_i = exp(1/|y_i| sum_t log(pi_new / pi_old))``. The
+    mean runs over the trained tokens. Sign: old minus new, so ``s_i = exp(-result)``.
+
+    Args:
+        log_probs: ``[N]`` with graph: the gradient of each token contains every token of its sample.
+        old_log_probs: ``[N]``.
+        samples: where each sample begins and which of its tokens count.
+
+    Returns:
+        ``[N]`` fp32.
+    """
+    return samples.spread(samples.means(old_log_probs - log_probs))
+
+
+def cispo_surrogate(
+    log_ratio: torch.Tensor, log_probs: torch.Tensor, advantages: torch.Tensor, settings: AlgorithmArgs
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`cispo_loss` with the bounds of the flags."""
+    return cispo_loss(log_ratio, log_probs, advantages, *settings.clip_bounds)
+
+
+def cispo_loss(
+    ppo_kl: torch.Tensor, log_probs: torch.Tensor, advantages: torch.Tensor, eps_clip: float, eps_clip_high: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``-stopgrad(clip(r, 1 - eps_clip, 1 + eps_clip_high)) * A * log pi`` per token, not reduced.
+
+    Source: MiniMax-M1, arXiv:2506.13585, eq. 4 and 5. The paper has no lower bound: ``--eps-clip`` of 1 or more.
+
+    Args:
+        ppo_kl: ``log pi_old - log pi_new`` per token, so the ratio is ``r = exp(-ppo_kl)``.
+        log_probs: of the current policy, with graph.
+        advantages: same shape.
+
+    Returns:
+        (loss per token, 1.0 for a clipped ratio), same shape as the input.
+    """
+    # a constant: the gradient comes from log_probs alone, so clipping never removes it
+    ratio = torch.exp(-ppo_kl.detach())
+    clipped = ratio.clamp(1 - eps_clip, 1 + eps_clip_high)
+    return -clipped * advantages * log_probs, (clipped != ratio).to(log_probs.dtype)
+
+
+def sft_loss(log_probs: torch.Tensor, reduce: Reducer) -> LossOutput:
+    """Supervised fine-tuning: ``loss = -reduce(log pi(token))``.
+
+    Args:
+        log_probs: ``[N]`` fp32, response tokens of the micro-batch in sample order.
+        reduce: from :func:`slime.algorithms.reduce.make_reducer`.
+    """
+    loss = -reduce(log_probs)
+    return LossOutput(loss=loss, metrics={"loss": loss.detach()})

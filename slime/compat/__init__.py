@@ -48,7 +48,7 @@ slime.utils.metric_utils
     slime.observability.metric_utils: compression_ratio compute_pass_rate compute_rollout_step compute_statistics
     slime.observability.metric_utils: dict_add_prefix has_repetition
 slime.utils.ppo_utils
-    slime.algorithms.cispo: compute_cispo_loss=cispo_loss
+    slime.algorithms.policy_loss: compute_cispo_loss=cispo_loss
     slime.algorithms.ppo: compute_policy_loss=clipped_surrogate
     slime.algorithms.compat: calculate_log_probs_and_entropy compute_gspo_kl compute_opsm_mask
     slime.algorithms.compat: get_advantages_and_returns_batch get_grpo_returns

@@ -4,7 +4,7 @@
     offsets   [R + 1]  begin of each token's set. First 0, last K. A token that was not sampled has an empty set.
 
 Read from an engine's reply by ``Sample.append_response_tokens``, checked by ``slime.batch.compile``, replayed by
-the trainer (``slime.algorithms.sampling_mask``). Importable without torch.
+the trainer (``slime.algorithms.logprobs``). Importable without torch.
 """
 
 from __future__ import annotations

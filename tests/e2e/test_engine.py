@@ -26,8 +26,7 @@ from examples.tiny.vision import as_text, make_vision_model
 from slime.agent.adapters import AnthropicAdapter, OpenAIAdapter
 from slime.agent.aiohttp_threaded import run_app_in_thread
 from slime.agent.trajectory import TurnRecord
-from slime.algorithms.logprobs import log_probs_and_entropy
-from slime.algorithms.sampling_mask import SamplingMask
+from slime.algorithms.logprobs import SamplingMask, log_probs_and_entropy
 from slime.backends.sglang_utils.engine import EngineSpec, SGLangEngine
 from slime.backends.sglang_utils.fork_server import ForkServer
 from slime.backends.sglang_utils.router import Router, RouterProcess, remove_worker

@@ -17,13 +17,11 @@ import torch
 import torch.distributed as dist
 
 from slime.algorithms.arguments import AlgorithmArgs, DistillationArgs
-from slime.algorithms.logprobs import log_probs_and_entropy
+from slime.algorithms.logprobs import SamplingMask, log_probs_and_entropy
 from slime.algorithms.off_policy import Correction, icepop, truncated_weights
-from slime.algorithms.policy_loss import MakeReducer, PolicyTokens, policy_loss
+from slime.algorithms.policy_loss import MakeReducer, PolicyTokens, policy_loss, sft_loss
 from slime.algorithms.ppo import value_loss
 from slime.algorithms.reduce import Reducer, Samples
-from slime.algorithms.sampling_mask import SamplingMask
-from slime.algorithms.sft import sft_loss
 from slime.backends.megatron_utils.cp_utils import current_sharding, get_sum_of_sample_mean
 from slime.backends.training.context_parallel import gather_parts, held_spans, held_tokens
 from slime.backends.training.credit import add_credit

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slime.algorithms.sampling_mask import SamplingMask
+from slime.algorithms.logprobs import SamplingMask
 from slime.backends.training.attention import AttentionPlan, plan_attention
 from slime.backends.training.context_parallel import ShardedSequences, Sharding, gather_responses, shard
 from slime.backends.training.media import Media, MediaTokens, merge_inputs, place_media

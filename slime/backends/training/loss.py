@@ -29,10 +29,9 @@ from torch.utils.checkpoint import checkpoint
 
 from slime.algorithms.arguments import AlgorithmArgs
 from slime.algorithms.logprobs import log_probs_and_entropy
-from slime.algorithms.policy_loss import PolicyTokens, policy_loss
+from slime.algorithms.policy_loss import PolicyTokens, policy_loss, sft_loss
 from slime.algorithms.ppo import value_loss
 from slime.algorithms.reduce import Samples, count_tokens
-from slime.algorithms.sft import sft_loss
 from slime.algorithms.types import LossOutput
 from slime.backends.training.context_parallel import held_tokens
 from slime.backends.training.custom import CustomFunctions

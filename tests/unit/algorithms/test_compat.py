@@ -99,6 +99,6 @@ def test_gae_of_ragged_rows_equals_the_rows_alone(chunked):
 )
 def test_the_builtin_functions_have_the_signatures_of_their_hooks(dest, path):
     assert check_hooks(Namespace(**{dest: path})) == []
-    problems = check_hooks(Namespace(**{dest: "slime.algorithms.gspo.sequence_log_ratio"}))
+    problems = check_hooks(Namespace(**{dest: "slime.algorithms.policy_loss.sequence_log_ratio"}))
     assert len(problems) == 1
     assert problems[0].startswith("--" + dest.replace("_", "-"))

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from slime.algorithms import grpo
 from slime.algorithms.arguments import AlgorithmArgs, DistillationArgs
+from slime.algorithms.credit import group_relative
 from slime.algorithms.estimators import ESTIMATORS, Estimator, default_estimator, find_estimator, formula
 from slime.algorithms.policy_loss import PolicyTokens, policy_loss
 from slime.algorithms.reduce import Samples
@@ -37,7 +37,7 @@ TOY = Estimator(
 
 def toy_credit(data: CreditData, kl: Ragged, settings: AlgorithmArgs) -> Credit:
     """Twice the reward."""
-    once = grpo.credit(data, kl, settings)
+    once = group_relative(data, kl, settings)
     return Credit([2 * row for row in once.advantages], once.returns)
 
 

@@ -7,8 +7,7 @@ import itertools
 import pytest
 import torch
 
-from slime.algorithms.logprobs import log_probs_and_entropy
-from slime.algorithms.sampling_mask import SamplingMask
+from slime.algorithms.logprobs import SamplingMask, log_probs_and_entropy
 from tests.unit.algorithms.two_ranks import computed, run_ranks
 from tests.verification import verify
 

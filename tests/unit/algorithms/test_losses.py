@@ -8,12 +8,12 @@ import math
 import pytest
 import torch
 
-from slime.algorithms import grpo
 from slime.algorithms.arguments import AlgorithmArgs
+from slime.algorithms.credit import group_relative
 from slime.algorithms.kl import approx_kl, importance_ratio
+from slime.algorithms.policy_loss import sft_loss
 from slime.algorithms.ppo import clipped_surrogate
 from slime.algorithms.reduce import count_tokens, make_reducer, segment_sum
-from slime.algorithms.sft import sft_loss
 from slime.algorithms.types import CreditData
 
 LENGTHS = [3, 1, 4, 2]
@@ -93,11 +93,11 @@ def test_importance_ratio_is_new_over_old():
 
 def test_grpo_credits_every_token_with_the_reward_of_its_response():
     settings = AlgorithmArgs()
-    credit = grpo.credit(CreditData([0.5, -1.0, 2.0], [2, 0, 1], []), [], settings)
+    credit = group_relative(CreditData([0.5, -1.0, 2.0], [2, 0, 1], []), [], settings)
     assert [a.tolist() for a in credit.advantages] == [[0.5, 0.5], [], [2.0]]
     assert [a.dtype for a in credit.returns] == [torch.float32] * 3
     with pytest.raises(ValueError, match="zip"):
-        grpo.credit(CreditData([1.0], [1, 2], []), [], settings)
+        group_relative(CreditData([1.0], [1, 2], []), [], settings)
 
 
 @pytest.mark.parametrize("per_token", [False, True])

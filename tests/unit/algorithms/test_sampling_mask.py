@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slime.algorithms.logprobs import log_probs_and_entropy
-from slime.algorithms.sampling_mask import SamplingMask
+from slime.algorithms.logprobs import SamplingMask, log_probs_and_entropy
 from tests.unit.algorithms.test_logprobs import CASES, as_sets, nucleus_reference, some_ids
 from tests.unit.algorithms.two_ranks import computed
 

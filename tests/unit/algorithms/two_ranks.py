@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 
 from slime.algorithms.credit import normalize
-from slime.algorithms.logprobs import log_probs_and_entropy
-from slime.algorithms.sampling_mask import SamplingMask
+from slime.algorithms.logprobs import SamplingMask, log_probs_and_entropy
 
 SIZE = 2
 
