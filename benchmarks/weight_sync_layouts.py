@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import slime.backends.megatron_utils.actor  # noqa: F401 - prepares megatron.core before the first import of it
 from benchmarks.marked_part import with_part
-from slime.backends.fsdp_utils.hf_weights import hf_tensors
+from slime.backends.fsdp_utils.weights import hf_tensors
 from slime.backends.megatron_utils.checkpoint.gather import Gather, Groups, Peers
 from slime.backends.megatron_utils.checkpoint.tensors import (
     Dimensions,

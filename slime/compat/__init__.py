@@ -121,9 +121,9 @@ slime.backends.megatron_utils.misc_utils
 slime.backends.megatron_utils.model_provider
     slime.backends.megatron_utils.conversion: get_model_provider_func
 slime.backends.megatron_utils.alignment
-slime.backends.megatron_utils.alignment.deepgemm_forward = slime.backends.megatron_utils.precision.deepgemm
+slime.backends.megatron_utils.alignment.deepgemm_forward = slime.backends.megatron_utils.precision
 slime.backends.megatron_utils.alignment.deepgemm_moe_forward
-    slime.backends.megatron_utils.precision.deepgemm: enable_deepgemm_moe_forward=enable_deepgemm_all_forward
+    slime.backends.megatron_utils.precision: enable_deepgemm_moe_forward=enable_deepgemm_all_forward
 slime.backends.sglang_utils.arguments
     slime.backends.sglang_utils.namespace: EngineArgs
     slime.ray.arguments: validate_args=validate_sglang_args

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core import tensor_parallel
 
-from slime.backends.megatron_utils.precision.quantization import token_multiple
+from slime.backends.megatron_utils.precision import token_multiple
 from slime.backends.training.arguments import ParallelArgs, TrainerArgs
 from slime.backends.training.context_parallel import Sharding
 from slime.backends.training.data import RankPlace, row_multiple

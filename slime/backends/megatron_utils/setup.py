@@ -25,8 +25,7 @@ from slime.backends.megatron_utils.model.lora import ADAPTERS, add_adapters
 from slime.backends.megatron_utils.model.sparse_attention import fake_quantize_latents
 from slime.backends.megatron_utils.model_rules import padded_vocab_size, user_spec
 from slime.backends.megatron_utils.optimizer.build import build_optimizer, build_scheduler
-from slime.backends.megatron_utils.precision.deepgemm import install_deepgemm
-from slime.backends.megatron_utils.precision.quantization import fake_quantize_experts
+from slime.backends.megatron_utils.precision import fake_quantize_experts, install_deepgemm
 from slime.backends.megatron_utils.process_groups import sharding_of
 from slime.backends.megatron_utils.transformer_config import build_config
 from slime.backends.training.adapter_files import shared_description

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from megatron.core import parallel_state as mpu
 
-from slime.backends.megatron_utils.model.attention import DeepFeatures, PackedSegments
+from slime.backends.megatron_utils.model.attention import DeepFeatures, PackedSegments, table_of
 from slime.backends.megatron_utils.model.gpt import PackedGPTModel
-from slime.backends.megatron_utils.model.packed_rows import table_of
 from slime.backends.training.context_parallel import zigzag_rows
 from slime.backends.training.media import Media
 from slime.models.shape import VisionShape

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from slime.backends.megatron_utils.checkpoint.adapters import fill_adapters
 from slime.backends.megatron_utils.checkpoint.hf_weights import Content, export_weights, load_weights, save_adapters
 from slime.backends.megatron_utils.checkpoint.state import (
     CheckpointContent,
@@ -22,7 +21,7 @@ from slime.backends.megatron_utils.checkpoint.state import (
     load_training_state,
 )
 from slime.backends.megatron_utils.checkpoint.writer import CheckpointWriter
-from slime.backends.megatron_utils.model.lora import adapters_of
+from slime.backends.megatron_utils.model.lora import adapters_of, fill_adapters
 from slime.backends.megatron_utils.optimizer.build import parts_of
 from slime.backends.megatron_utils.optimizer.host_adam import HostAdam
 from slime.backends.protocols import EVERY_RANK, TRAINER_PARTS, NamedTensor, Recipients, TrainerPart

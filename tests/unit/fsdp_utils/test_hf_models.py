@@ -39,7 +39,7 @@ def _built(path: Path, mesh: Any, **settings: Any) -> Any:
 
 
 def _loaded(path: Path, mesh: Any, **settings: Any) -> Any:
-    from slime.backends.fsdp_utils.hf_weights import load_weights
+    from slime.backends.fsdp_utils.weights import load_weights
 
     model = _built(path, mesh, **settings)
     load_weights(model, str(path), "--hf-checkpoint")
@@ -72,7 +72,7 @@ def test_packed_samples_give_the_logits_of_each_sample_alone(kind: str, mesh: An
 @pytest.mark.parametrize("kind", ["Gemma", "Phi3", "Qwen2Moe"])
 @torch.no_grad()
 def test_a_model_that_only_transformers_knows_works_as_well(kind: str, mesh: Any, tmp_path: Path) -> None:
-    from slime.backends.fsdp_utils.hf_weights import export_weights
+    from slime.backends.fsdp_utils.weights import export_weights
     from slime.backends.training.hf_files import TensorReader
 
     original = _saved_model(kind, tmp_path, attention_dropout=0.5)
@@ -179,7 +179,7 @@ def test_attention_of_transformers_reads_packed_samples_as_well(mesh: Any, tmp_p
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "glm4_moe"])
 def test_an_export_has_the_names_and_bits_of_the_checkpoint(kind: str, mesh: Any, tmp_path: Path) -> None:
-    from slime.backends.fsdp_utils.hf_weights import export_weights
+    from slime.backends.fsdp_utils.weights import export_weights
     from slime.backends.protocols import Recipients
     from slime.backends.training.hf_files import TensorReader
 
@@ -240,8 +240,8 @@ def test_an_untied_head_that_no_file_has_is_not_replaced_by_the_embedding(mesh: 
 @torch.no_grad()
 def test_layers_compute_in_bf16_on_fp32_weights(mesh: Any, tmp_path: Path) -> None:
     make_family_checkpoint("qwen3", tmp_path)
-    from slime.backends.fsdp_utils.hf_weights import load_weights
     from slime.backends.fsdp_utils.model import build_model, read_config
+    from slime.backends.fsdp_utils.weights import load_weights
 
     model = build_model(read_config(str(tmp_path)), mesh, compute_dtype=torch.bfloat16)
     load_weights(model, str(tmp_path), "")

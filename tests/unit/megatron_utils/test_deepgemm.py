@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from slime.backends.megatron_utils import precision
 from slime.backends.megatron_utils.actor import MegatronTrainer
 from slime.backends.megatron_utils.model.experts import multiply
-from slime.backends.megatron_utils.precision import deepgemm
 from slime.backends.megatron_utils.precision_rules import low_precision_here
 from slime.utils import accelerator
 from slime.utils.errors import ConfigError
@@ -59,7 +59,7 @@ def test_rows_are_multiplied_with_the_weight_of_their_expert_and_gradients_are_t
     usual = torch.cat([part @ w.t() for part, w in zip(tokens.split(counts), weights, strict=True)])
     expected = torch.autograd.grad(usual, [tokens, stack], gradient)
     ends = torch.tensor(counts).cumsum(0).int()
-    out = multiply(tokens, stack, ends, product=deepgemm.Products(has_8_bits).of_many)
+    out = multiply(tokens, stack, ends, product=precision.Products(has_8_bits).of_many)
     if has_8_bits and sum(counts):
         parts = _rounded(tokens.detach(), (1, 128)).split(counts)
         usual = torch.cat([p @ _rounded(w.detach(), (128, 128)).t() for p, w in zip(parts, weights, strict=True)])
@@ -93,7 +93,7 @@ def test_a_model_learns_as_with_its_usual_products(
 def _installed(path: Path, **overrides: Any) -> list[str]:
     from slime.backends.megatron_utils.alignment.deepgemm_moe_forward import enable_deepgemm_moe_forward
     from slime.backends.megatron_utils.arguments import PluginArgs
-    from slime.backends.megatron_utils.precision.deepgemm import install_deepgemm
+    from slime.backends.megatron_utils.precision import install_deepgemm
     from slime.config.groups import from_args
 
     args = make_args(path)
@@ -128,11 +128,11 @@ def test_layers_and_modules_are_chosen_by_number_and_by_the_end_of_their_name(tm
 
 def test_the_product_is_the_one_of_engines_that_load_the_checkpoint(tmp_path: Path) -> None:
     make_family_checkpoint("qwen3_moe", tmp_path)
-    assert deepgemm.products_of(str(tmp_path)) == deepgemm.Products()
+    assert precision.products_of(str(tmp_path)) == precision.Products()
     config = json.loads((tmp_path / "config.json").read_text())
     blocks = {"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "ue8m0"}
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": blocks}))
-    assert deepgemm.products_of(str(tmp_path)) == deepgemm.Products(True, has_power_of_two_scales=True)
+    assert precision.products_of(str(tmp_path)) == precision.Products(True, has_power_of_two_scales=True)
     with pytest.raises(
         ConfigError, match=r"deep_gemm cannot multiply with 0.self_attention.linear_proj, of which a rank"
     ):
@@ -140,7 +140,7 @@ def test_the_product_is_the_one_of_engines_that_load_the_checkpoint(tmp_path: Pa
     by_rows = {"quant_method": "compressed-tensors"}
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": by_rows}))
     with pytest.raises(ConfigError, match="is quantized as compressed-tensors"):
-        deepgemm.products_of(str(tmp_path))
+        precision.products_of(str(tmp_path))
 
 
 def test_the_flags_ask_for_a_gpu_and_then_for_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

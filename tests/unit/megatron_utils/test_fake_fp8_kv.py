@@ -29,7 +29,7 @@ def _log_probs(path: Path, batch: dict[str, Any], **overrides: Any) -> list[torc
 
 
 def test_fake_fp8_is_within_half_a_step_of_three_bits_and_passes_gradients_on() -> None:
-    from slime.backends.megatron_utils.precision.quantization import fake_fp8
+    from slime.backends.megatron_utils.precision import fake_fp8
 
     latents = torch.randn(5, 1, 24, generator=torch.Generator().manual_seed(0)).requires_grad_()
     rounded = fake_fp8(latents, _BLOCK)
@@ -45,7 +45,7 @@ def test_fake_fp8_is_within_half_a_step_of_three_bits_and_passes_gradients_on() 
 
 @pytest.mark.parametrize("kind", ["deepseek_v32", "glm_moe_dsa"])
 def test_log_probs_are_those_of_transformers_with_rounded_latents(kind: str, tmp_path: Path) -> None:
-    from slime.backends.megatron_utils.precision.quantization import fake_fp8
+    from slime.backends.megatron_utils.precision import fake_fp8
 
     hf = make_family_checkpoint(kind, tmp_path)
     batch = make_batch(9, seed=3)

@@ -49,7 +49,7 @@ def _log_probs(trainer: MegatronTrainer) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_fake_int4_is_what_is_stored_and_read_again(dtype: torch.dtype) -> None:
-    from slime.backends.megatron_utils.precision.quantization import fake_int4
+    from slime.backends.megatron_utils.precision import fake_int4
 
     weight = torch.randn(6, 32, generator=torch.Generator().manual_seed(1)).to(dtype)
     words, scale = quantize_int4(weight, _GROUP)
@@ -59,22 +59,22 @@ def test_fake_int4_is_what_is_stored_and_read_again(dtype: torch.dtype) -> None:
 
 
 def test_experts_are_rounded_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    from slime.backends.megatron_utils.precision import quantization
+    from slime.backends.megatron_utils import precision
 
     weight = torch.randn(7, 32, generator=torch.Generator().manual_seed(1))
-    monkeypatch.setattr(quantization, "_ROUNDED_TOGETHER", 3 * 32)
-    assert torch.equal(quantization._fake_int4_experts(weight, _GROUP), quantization.fake_int4(weight, _GROUP))
+    monkeypatch.setattr(precision, "_ROUNDED_TOGETHER", 3 * 32)
+    assert torch.equal(precision._fake_int4_experts(weight, _GROUP), precision.fake_int4(weight, _GROUP))
 
 
 def test_fake_int4_of_columns_that_are_no_groups_is_refused() -> None:
-    from slime.backends.megatron_utils.precision.quantization import fake_int4
+    from slime.backends.megatron_utils.precision import fake_int4
 
     with pytest.raises(ValueError, match="8 does not divide 30"):
         fake_int4(torch.zeros(2, 30), _GROUP)
 
 
 def test_gradients_pass_through_the_rounding_as_if_it_were_not_there() -> None:
-    from slime.backends.megatron_utils.precision.quantization import _multiply, fake_int4
+    from slime.backends.megatron_utils.precision import _multiply, fake_int4
 
     generator = torch.Generator().manual_seed(2)
     tokens = torch.randn(5, 1, 16, generator=generator).requires_grad_()

@@ -48,7 +48,7 @@ def test_flags_decide_which_layers_are_built(
 
 @pytest.mark.parametrize(("recipe", "multiple"), [("blockwise", 16), ("mxfp8", 32)])
 def test_tokens_come_in_the_multiples_that_a_recipe_asks_for(recipe: str, multiple: int) -> None:
-    from slime.backends.megatron_utils.precision.quantization import token_multiple
+    from slime.backends.megatron_utils.precision import token_multiple
 
     def config(fp8: str | None) -> Any:
         return type("Config", (), {"fp8": fp8, "fp8_recipe": recipe})
@@ -69,7 +69,7 @@ def test_megatron_is_told_the_recipe_and_where_weights_are_in_fp8(tmp_path: Path
 def test_a_factory_that_is_no_function_is_named_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.core import fp8_utils
 
-    from slime.backends.megatron_utils.precision.quantization import check_recipe
+    from slime.backends.megatron_utils.precision import check_recipe
 
     def with_engine(config: Any) -> Any:  # what get_fp8_recipe comes to where TransformerEngine is installed
         return fp8_utils._get_custom_recipe(config.fp8_quantizer_factory)

@@ -62,8 +62,8 @@ def test_kernels_that_were_asked_for_and_are_not_installed_are_an_error(monkeypa
 def test_a_kernel_is_called_as_its_library_wants_and_gives_what_plain_torch_gives(
     backend: str, module: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from slime.backends.megatron_utils.model.attention import Sequences
     from slime.backends.megatron_utils.model.gated_delta_net import gated_delta_rule, select_delta_rule, unit_length
-    from slime.backends.megatron_utils.model.packed_rows import Sequences
 
     def kernel(
         q: torch.Tensor,

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from slime.backends.megatron_utils.model.attention import Sequences
 from slime.backends.megatron_utils.model.gated_delta_net import causal_conv, gated_delta_rule, unit_length
-from slime.backends.megatron_utils.model.packed_rows import Sequences
 from tests.verification import verify
 
 _HEADS, _KEY, _VALUE = 3, 8, 5

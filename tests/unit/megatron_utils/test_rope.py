@@ -11,7 +11,7 @@ from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 
-from slime.backends.megatron_utils.model.packed_rows import rotate, rotation
+from slime.backends.megatron_utils.model.attention import rotate, rotation
 from slime.backends.training.context_parallel import zigzag_rows
 
 LENGTHS = (8, 20, 4)

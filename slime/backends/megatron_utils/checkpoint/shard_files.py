@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.state_dict_loader import load_state_dict
 from torch.distributed.checkpoint.storage import WriteResult
 
-from slime.backends.megatron_utils.precision.quantization import readable
+from slime.backends.megatron_utils.precision import readable
 from slime.backends.training.pieces import Piece
 from slime.utils.distributed_utils import do_on_first_rank, files_group
 

@@ -21,9 +21,9 @@ from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from megatron.core.dist_checkpointing.utils import force_all_tensors_to_non_fp8
 from torch.distributed.checkpoint.api import CheckpointException
 
-from slime.backends.megatron_utils.checkpoint.adapters import sharded_adapters
 from slime.backends.megatron_utils.checkpoint.shard_files import LocalReader
 from slime.backends.megatron_utils.checkpoint.tensors import chunks_of
+from slime.backends.megatron_utils.model.lora import sharded_adapters
 from slime.backends.training.checkpoint_source import Source
 from slime.backends.training.context_parallel import Sharding
 from slime.backends.training.damage import DAMAGE, unfit, unreadable

@@ -32,7 +32,7 @@ from slime.backends.megatron_utils.layer_specs import block_spec, mtp_spec, user
 from slime.backends.megatron_utils.model.experts import sort_tokens
 from slime.backends.megatron_utils.model.gpt import PackedGPTModel
 from slime.backends.megatron_utils.model.te_layers import prepare_te_layers, with_te_layers
-from slime.backends.megatron_utils.precision.quantization import check_recipe
+from slime.backends.megatron_utils.precision import check_recipe
 from slime.backends.megatron_utils.vision_model import VisionGPTModel
 from slime.backends.training.arguments import OptimizerArgs, ParallelArgs, PrecisionArgs
 from slime.models.family import local_name

@@ -38,8 +38,7 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
 
-from slime.backends.megatron_utils.model.attention import PackedSegments
-from slime.backends.megatron_utils.model.packed_rows import Sequences
+from slime.backends.megatron_utils.model.attention import PackedSegments, Sequences
 from slime.utils import accelerator
 from slime.utils.errors import ConfigError
 

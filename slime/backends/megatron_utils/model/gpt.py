@@ -55,7 +55,7 @@ class PackedGPTModel(GPTModel):
         return decoder_input, rotary, cosines, sines, offset, segments.is_padding, *rest
 
     def rope_table(self, segments: Any) -> torch.Tensor:
-        """The table of ``model.packed_rows`` for this rank's rows."""
+        """The table of ``model.attention`` for this rank's rows."""
         table: torch.Tensor = segments.rotation(self.rotary_pos_emb, self.config.params_dtype)
         return table
 

@@ -29,9 +29,8 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from slime.backends.megatron_utils.checkpoint.tensors import chunks_of
-from slime.backends.megatron_utils.model.attention import LatentSelfAttention, PackedAttention, PackedSegments
-from slime.backends.megatron_utils.model.packed_rows import rotate
-from slime.backends.megatron_utils.precision.quantization import fake_fp8
+from slime.backends.megatron_utils.model.attention import LatentSelfAttention, PackedAttention, PackedSegments, rotate
+from slime.backends.megatron_utils.precision import fake_fp8
 from slime.backends.training.attention import AttentionPlan, Piece
 from slime.models.shape import SparseShape
 from slime.utils import accelerator

@@ -213,12 +213,12 @@ def repair_packed_rope() -> None:
     """Rope on packed sequences copies their lengths to the host in every layer, for queries and for keys.
 
     Why: ``_apply_rotary_pos_emb_thd`` cuts the rows into sequences to give each its angles. Every copy waits for the
-    device, and a recomputed layer copies again. A table of ``model.packed_rows`` already has the rows' order.
+    device, and a recomputed layer copies again. A table of ``model.attention`` already has the rows' order.
     Upstream: core_v0.16.1, without TransformerEngine's fused kernel. Delete when it takes positions.
     """
     from megatron.core.models.common.embeddings import rope_utils
 
-    from slime.backends.megatron_utils.model.packed_rows import rotate
+    from slime.backends.megatron_utils.model.attention import rotate
 
     stock = rope_utils._apply_rotary_pos_emb_thd
 
