@@ -19,6 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from slime.backends.megatron_utils.offline import OfflineModel, read_options, run_tool
+from slime.config.run_config import RunConfig
 from slime.utils.errors import ConfigError
 
 
@@ -33,7 +34,7 @@ def main() -> None:
     # Checked before the model is built, which may take minutes.
     if (Path(args.save) / "release").exists():
         raise ConfigError(f"--save {args.save} already holds release/: delete it or name another directory.")
-    with OfflineModel(args) as model:
+    with OfflineModel(RunConfig.of(args)) as model:
         model.load_hf()
         model.save_release(args.save)
         if model.is_main:

@@ -17,6 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from slime.backends.megatron_utils.offline import OfflineModel, read_options, run_tool
+from slime.config.run_config import RunConfig
 from slime.utils.errors import ConfigError
 
 
@@ -48,7 +49,7 @@ def convert(args: argparse.Namespace, num_writers: int = 1) -> None:
     if target.exists() and not args.force:
         raise ConfigError(f"--output-dir {target} exists already: -f replaces it.")
     # After the check above: building the model may take minutes.
-    with OfflineModel(args, reads=("--input-dir", args.input_dir)) as model:
+    with OfflineModel(RunConfig.of(args), reads=("--input-dir", args.input_dir)) as model:
         from slime.backends.training.hf_files import write_hf_directory
 
         source = model.load_torch_dist("--input-dir", args.input_dir)

@@ -24,9 +24,11 @@ from slime.backends.training.arguments import PrecisionArgs
 from slime.backends.training.hf_files import save_hf_directory
 from slime.config.arguments import SyncArgs
 from slime.config.groups import from_args
+from slime.data.served_adapter import serves_adapter
 from slime.hooks.load import load_function
 from slime.models.config_json import read_model_config
 from slime.models.hf_shape import read_shape
+from slime.models.lora import LoraConfig
 from slime.ray.run.cluster import node_address
 from slime.utils import accelerator
 from slime.weight_sync.probe import probe_ids
@@ -81,7 +83,9 @@ def weight_updater(args: Namespace, rank: int, world_size: int) -> Updater:
     def write_base(trainer: WeightExporter, path: str) -> None:
         save_hf_directory(trainer.export_weights(), args.hf_checkpoint, path)
 
-    updater = with_adapter(transport.make(sync, side), args, sync, side, write_base)
+    updater, lora = transport.make(sync, side), LoraConfig.from_args(args)
+    if lora is not None and serves_adapter(args):
+        updater = with_adapter(updater, lora, sync, side, write_base)
     quantizer = None if args.debug_train_only else find_quantizer(args.hf_checkpoint)
     return updater if quantizer is None else _QuantizedUpdater(updater, quantizer, args.hf_checkpoint)
 

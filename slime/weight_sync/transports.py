@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from slime.config import arguments, notices
 from slime.config.arguments import SyncArgs
-from slime.data.served_adapter import serves_adapter
 from slime.models.lora import LoraConfig
 from slime.weight_sync.version_store import foreign_content
 
@@ -98,16 +97,17 @@ def _disk_settings(sync: SyncArgs, post_write: PostWrite | None) -> DiskSettings
 
 
 def with_adapter(
-    base: Updater, args: Namespace, sync: SyncArgs, side: TrainerSide, write_base: Callable[[WeightExporter, str], None]
+    base: Updater,
+    lora: LoraConfig,
+    sync: SyncArgs,
+    side: TrainerSide,
+    write_base: Callable[[WeightExporter, str], None],
 ) -> Updater:
-    """``base``, which sends weights, or if engines serve an adapter one that sends both.
+    """An updater that sends weights with ``base``, and the adapter that engines serve.
 
     Args:
         write_base: writes the base model of an exporter as a Hugging Face checkpoint to a directory.
     """
-    lora = LoraConfig.from_args(args)
-    if lora is None or not serves_adapter(args):
-        return base
     from slime.weight_sync.send_adapter import AdapterUpdater
 
     files = None

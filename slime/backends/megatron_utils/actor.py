@@ -59,7 +59,7 @@ class MegatronTrainer(MegatronWeights):
         super().__init__(args, rank=rank, world_size=world_size, with_ref=with_ref, vocab_size=self._shape.vocab_size)
         if self._lora is not None:
             self._shape = self._lora.with_adapters(self._shape)
-        self._hooks = TrainerHooks.load(args)
+        self._hooks = TrainerHooks.load(self._run)
         self._replay: RoutingReplay | None = None
 
     def setup(self) -> int:
@@ -73,7 +73,7 @@ class MegatronTrainer(MegatronWeights):
         if not self.is_critic:
             self._profiler.begin()
         self._hooks.after_init()
-        self._state = build_train_state(self._args, self._shape, is_critic=self.is_critic, lora=self._lora)
+        self._state = build_train_state(self._run, self._shape, is_critic=self.is_critic, lora=self._lora)
         self._memory = device_memory(self._state.chunks, self._state.optimizer)
         cluster = from_args(ClusterArgs, self._args)
         if cluster.offload_train:

@@ -28,6 +28,7 @@ from slime.backends.megatron_utils.patches.install import install
 from slime.backends.training.arguments import ParallelArgs, TrainerArgs
 from slime.backends.training.hf_files import save_hf_directory
 from slime.config.groups import from_args
+from slime.config.run_config import RunConfig
 from slime.models.family import Rule, local_name
 from slime.models.hf_shape import read_shape
 from slime.models.shape import ModelShape
@@ -76,7 +77,7 @@ def get_model_provider_func(args: Namespace, role: str = "actor") -> Callable[..
         shape = _shape(args)
         if role == "critic":
             shape = replace(shape, is_tied=False)  # a value head replaces the output layer
-        config = build_config(args, shape)
+        config = build_config(RunConfig.of(args), shape)
         padded = padded_vocab_size(args, shape)
         model = build_model(shape, config, padded_vocab_size=padded, vp_stage=vp_stage)
         if role == "critic":
@@ -152,7 +153,7 @@ def convert_to_hf(
     from slime.backends.megatron_utils.transformer_config import build_config
 
     shape = _shape(args)
-    size = dimensions_of(build_config(args, shape), shape.vocab_size)
+    size = dimensions_of(build_config(RunConfig.of(args), shape), shape.vocab_size)
     found: list[tuple[str, torch.Tensor]] = []
     num_experts = None if shape.moe is None else shape.moe.num_experts
     for single, tensor in experts_of(local_name(strip_param_name_prefix(name)), param, num_experts):

@@ -71,18 +71,9 @@ def get_responses(
         logits: ``[1, T, V / tensor ranks]`` of packed samples.
         apply_temperature: divide by ``--rollout-temperature``.
     """
-    rows, sharding = logits.squeeze(0), current_sharding()
-    start = 0
-    for tokens, total, response in zip(unconcat_tokens, total_lengths, response_lengths, strict=True):
-        spans = held_spans(total, response, sharding)
-        parts = [rows[start + held.start : start + held.stop] for held, _ in spans]
-        targets = torch.cat([tokens[total - response :][held] for _, held in spans])
-        # Segments are padded before they are divided.
-        start += (total + -total % sharding.segment_multiple) // sharding.cp_size
-        part = parts[0] if len(parts) == 1 else torch.cat(parts)
-        if apply_temperature and args.rollout_temperature != 1:
-            part = part / args.rollout_temperature
-        yield part, targets.to(logits.device)
+    temperature = args.rollout_temperature if apply_temperature else 1
+    for part, targets in _responses(logits, unconcat_tokens, total_lengths, response_lengths):
+        yield part if temperature == 1 else part / temperature, targets
 
 
 def get_log_probs_and_entropy(
@@ -104,7 +95,7 @@ def get_log_probs_and_entropy(
             :func:`get_rollout_top_p_logprob_kwargs`; the log-probs are of the same cut then.
     """
     del non_loss_data  # part of the signature that Megatron's schedule asks for
-    parts, targets = _response_parts(logits, args, unconcat_tokens, total_lengths, response_lengths)
+    parts, targets = zip(*_responses(logits, unconcat_tokens, total_lengths, response_lengths), strict=True)
     keep = None
     if top_p_token_ids is not None and top_p_token_offsets is not None:
         sharding = current_sharding()
@@ -154,29 +145,26 @@ def get_values(
 ) -> tuple[torch.Tensor, dict[str, list[torch.Tensor]]]:
     """(an empty tensor, ``values``: one fp32 ``[r_i]`` per sample) from a value head's ``[1, T, 1]``."""
     del with_entropy, non_loss_data
-    parts, _ = _response_parts(logits, args, unconcat_tokens, total_lengths, response_lengths)
-    return logits.new_empty(0), {"values": [part.squeeze(-1).float() for part in parts]}
+    responses = _responses(logits, unconcat_tokens, total_lengths, response_lengths)
+    return logits.new_empty(0), {"values": [part.squeeze(-1).float() for part, _ in responses]}
 
 
-def _response_parts(
+def _responses(
     logits: torch.Tensor,
-    args: Namespace,
     unconcat_tokens: Sequence[torch.Tensor],
     total_lengths: Sequence[int],
     response_lengths: Sequence[int],
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """(rows of the logits, targets), one per sample."""
-    responses = list(
-        get_responses(
-            logits,
-            args=args,
-            unconcat_tokens=unconcat_tokens,
-            total_lengths=total_lengths,
-            response_lengths=response_lengths,
-            apply_temperature=False,  # log_probs_and_entropy divides by it, without a copy of all logits
-        )
-    )
-    return [part for part, _ in responses], [target for _, target in responses]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """:func:`get_responses` before the temperature, by which ``log_probs_and_entropy`` divides without a copy."""
+    rows, sharding = logits.squeeze(0), current_sharding()
+    start = 0
+    for tokens, total, response in zip(unconcat_tokens, total_lengths, response_lengths, strict=True):
+        spans = held_spans(total, response, sharding)
+        parts = [rows[start + held.start : start + held.stop] for held, _ in spans]
+        targets = torch.cat([tokens[total - response :][held] for _, held in spans])
+        # Segments are padded before they are divided.
+        start += (total + -total % sharding.segment_multiple) // sharding.cp_size
+        yield parts[0] if len(parts) == 1 else torch.cat(parts), targets.to(logits.device)
 
 
 # ---------------------------------------------------------------------------------------------- losses
@@ -261,10 +249,8 @@ def value_loss_function(
     args: Namespace, batch: Mapping[str, Any], logits: torch.Tensor, sum_of_sample_mean: Reducer
 ) -> UserLoss:
     """The critic's loss on a user's batch, ``logits`` being the value head's ``[1, T, 1]``: (loss, metrics)."""
-    parts, _ = _response_parts(
-        logits, args, batch["unconcat_tokens"], batch["total_lengths"], batch["response_lengths"]
-    )
-    values = torch.cat([part.squeeze(-1).float() for part in parts])
+    responses = _responses(logits, batch["unconcat_tokens"], batch["total_lengths"], batch["response_lengths"])
+    values = torch.cat([part.squeeze(-1).float() for part, _ in responses])
     old_values, returns = torch.cat(batch["values"]), torch.cat(batch["returns"])
     output = value_loss(values, old_values, returns, args.value_clip, sum_of_sample_mean)
     return output.loss, output.metrics

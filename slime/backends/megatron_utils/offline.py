@@ -25,6 +25,7 @@ from slime.backends.training.checkpoint_source import Source, inspect_checkpoint
 from slime.config.groups import defaults_of, from_args, groups_in, unsupported_flags, with_values
 from slime.config.help_text import UNKNOWN
 from slime.config.parse import EngineNamespace, parse
+from slime.config.run_config import RunConfig
 from slime.models.config_json import load_model_config, text_part
 from slime.models.hf_shape import read_shape
 from slime.utils.errors import ConfigError, SlimeError
@@ -155,16 +156,16 @@ def _has_tower(flag: str, path: str) -> bool:
 
 
 class OfflineModel:
-    """This process's part of the model that ``args.hf_checkpoint`` describes, as a context manager.
+    """This process's part of the model that ``--hf-checkpoint`` describes, as a context manager.
 
     Args:
         reads: flag and path of the Megatron checkpoint to be read, which has a vision tower or has none.
     """
 
-    def __init__(self, args: argparse.Namespace, *, reads: tuple[str, str] | None = None) -> None:
-        self._args = args
-        with_vision = sees_media(args) or (reads is not None and _has_tower(*reads))
-        self.shape = read_shape(args.hf_checkpoint, with_vision=with_vision)
+    def __init__(self, run: RunConfig, *, reads: tuple[str, str] | None = None) -> None:
+        self._run, self._hf_checkpoint = run, run.values["hf_checkpoint"]
+        with_vision = sees_media(run.args) or (reads is not None and _has_tower(*reads))
+        self.shape = read_shape(self._hf_checkpoint, with_vision=with_vision)
         self._state: TrainState | None = None
 
     def __enter__(self) -> OfflineModel:
@@ -174,9 +175,8 @@ class OfflineModel:
         from slime.backends.megatron_utils.process_groups import init_distributed
         from slime.backends.megatron_utils.setup import build_model_state
 
-        args = self._args
-        init_distributed(from_args(ParallelArgs, args), from_args(TrainerArgs, args))
-        self._state = build_model_state(args, self.shape)
+        init_distributed(self._run[ParallelArgs], self._run[TrainerArgs])
+        self._state = build_model_state(self._run, self.shape)
         return self
 
     def __exit__(
@@ -197,7 +197,7 @@ class OfflineModel:
     def load_hf(self) -> None:
         from slime.backends.megatron_utils.checkpoint.hf_weights import load_weights
 
-        load_weights(self._ready.model, self.shape, self._args.hf_checkpoint, "--hf-checkpoint")
+        load_weights(self._ready.model, self.shape, self._hf_checkpoint, "--hf-checkpoint")
 
     def load_torch_dist(self, flag: str, path: str) -> Source:
         """Weights of the checkpoint at ``path``: an iteration's directory, or one with a tracker file."""
@@ -214,7 +214,7 @@ class OfflineModel:
     def export(self) -> Iterator[NamedTensor]:
         from slime.backends.megatron_utils.checkpoint.hf_weights import export_weights
 
-        return export_weights(self._ready.model, self.shape, layout_of=self._args.hf_checkpoint)
+        return export_weights(self._ready.model, self.shape, layout_of=self._hf_checkpoint)
 
     def save_release(self, root: str) -> None:
         """Write ``<root>/release``, weights only."""
@@ -222,7 +222,7 @@ class OfflineModel:
         from slime.backends.megatron_utils.checkpoint.writer import CheckpointWriter
 
         content = CheckpointContent(has_optimizer=False, has_rng=False)
-        CheckpointWriter(root).save(self._ready, self.shape, self._args, 0, content, name="release")
+        CheckpointWriter(root).save(self._ready, self.shape, self._run.values, 0, content, name="release")
 
     @property
     def _ready(self) -> TrainState:

@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from argparse import Namespace
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from slime.backends.megatron_utils.arguments import ModelArgs, MuonArgs, PredictionArgs
 from slime.backends.megatron_utils.checkpoint.state import TrainState
@@ -32,14 +29,14 @@ from slime.backends.training.adapter_files import shared_description
 from slime.backends.training.arguments import OptimizerArgs, ParallelArgs, PluginArgs, PrecisionArgs
 from slime.backends.training.attention import choose_kernel
 from slime.batch.arguments import BatchArgs
-from slime.config.groups import from_args
+from slime.config.run_config import RunConfig
 from slime.hooks.load import load_function
 from slime.models.lora import LoraConfig
 from slime.models.shape import ModelShape
 
 
 def build_train_state(
-    args: Namespace, shape: ModelShape, *, is_critic: bool = False, lora: LoraConfig | None = None
+    run: RunConfig, shape: ModelShape, *, is_critic: bool = False, lora: LoraConfig | None = None
 ) -> TrainState:
     """Model, optimizer and schedule, without weights.
 
@@ -49,17 +46,17 @@ def build_train_state(
     """
     if is_critic:
         shape = dataclasses.replace(shape, is_tied=False)  # the embedding has nothing to share
-    precision = from_args(PrecisionArgs, args)
-    optimizer_args, parallel = from_args(OptimizerArgs, args), from_args(ParallelArgs, args)
-    state = build_model_state(args, shape)
+    precision = run[PrecisionArgs]
+    optimizer_args, parallel = run[OptimizerArgs], run[ParallelArgs]
+    args, state = run.args, build_model_state(run, shape)
     config = state.config
     if precision.int4_group_size is not None and not is_critic:  # no engine has the critic
         fake_quantize_experts(state.chunks, shape, args.hf_checkpoint, precision.int4_group_size)
     if precision.kv_fp8_block_size is not None and not is_critic:
         fake_quantize_latents(state.chunks, precision.kv_fp8_block_size)
-    plugins, prediction = from_args(PluginArgs, args), from_args(PredictionArgs, args)
+    plugins, prediction = run[PluginArgs], run[PredictionArgs]
     if is_critic:
-        add_value_head(state.chunks, init_std=from_args(ModelArgs, args).init_method_std, seed=args.seed)
+        add_value_head(state.chunks, init_std=run[ModelArgs].init_method_std, seed=args.seed)
     else:
         install_deepgemm(state.chunks, plugins, args.hf_checkpoint)
     trains_prediction = prediction.enable_mtp_training and bool(prediction.mtp_num_layers) and not is_critic
@@ -77,8 +74,7 @@ def build_train_state(
         for index, chunk in enumerate(state.chunks)
     ]
     overlap_communication(config, wrapped, parallel)
-    muon = from_args(MuonArgs, args)
-    optimizer = build_optimizer(wrapped, optimizer_args, precision, muon, is_stateless=args.use_stateless_adam)
+    optimizer = build_optimizer(wrapped, optimizer_args, precision, run[MuonArgs], is_stateless=args.use_stateless_adam)
     samples = (args.num_rollout or 0) * args.rollout_batch_size * args.n_samples_per_prompt
     scheduler = build_scheduler(
         optimizer,
@@ -97,19 +93,17 @@ def build_train_state(
     )
 
 
-def build_model_state(args: Namespace, shape: ModelShape) -> TrainState:
+def build_model_state(run: RunConfig, shape: ModelShape) -> TrainState:
     """The model alone: without weights, optimizer, schedule and gradient buffers."""
-    choose_kernel(from_args(ModelArgs, args).attention_backend)
-    config = build_config(args, shape)
-    path = from_args(PluginArgs, args).custom_model_provider_path
-    provider = None if path is None else _with_args(load_function(path), args)
+    choose_kernel(run[ModelArgs].attention_backend)
+    config = build_config(run, shape)
+    args, path = run.args, run[PluginArgs].custom_model_provider_path
+    provider = None if path is None else load_function(path)
+    if provider is not None and "args" in inspect.signature(provider).parameters:
+        provider = partial(provider, args=args)
     spec = user_spec(args)
     layers = None if spec is None else (lambda *given: spec(args, *given) if callable(spec) else spec)
     chunks = build_chunks(
         shape, config, padded_vocab_size=padded_vocab_size(args, shape), provider=provider, layers=layers
     )
-    return TrainState(chunks, config, None, None, sharding_of(config, from_args(BatchArgs, args)))
-
-
-def _with_args(provider: Callable[..., Any], args: Namespace) -> Callable[..., Any]:
-    return partial(provider, args=args) if "args" in inspect.signature(provider).parameters else provider
+    return TrainState(chunks, config, None, None, sharding_of(config, run[BatchArgs]))

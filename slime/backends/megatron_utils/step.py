@@ -28,7 +28,7 @@ from slime.backends.training.arguments import PluginArgs
 from slime.backends.training.data import MicroBatch, RankPlace, TrainBatch
 from slime.backends.training.loss import LossContext, micro_batch_loss
 from slime.backends.training.steps import ReadOutput, StepRecord, StepResult, finish_step, split_by_sample
-from slime.config.groups import from_args
+from slime.config.run_config import RunConfig
 from slime.hooks.load import load_function
 from slime.utils import accelerator
 
@@ -249,19 +249,19 @@ class TrainerHooks:
     train_step: Callable[..., Any] | None = None
 
     @classmethod
-    def load(cls, args: Namespace) -> TrainerHooks:
-        """Load the functions that ``args`` names.
+    def load(cls, run: RunConfig) -> TrainerHooks:
+        """Load the functions that the flags name.
 
         Raises:
             ConfigError: a path that cannot be loaded.
         """
-        paths = from_args(PluginArgs, args)
+        paths = run[PluginArgs]
 
         def function(path: str | None) -> Callable[..., Any] | None:
             return None if path is None else load_function(path)
 
         return cls(
-            args,
+            run.args,
             init=function(paths.custom_megatron_init_path),
             log_prob=function(paths.custom_megatron_before_log_prob_hook_path),
             train_step=function(paths.custom_megatron_before_train_step_hook_path),

@@ -10,15 +10,13 @@ import importlib.util
 import logging
 import os
 import shutil
-from argparse import Namespace
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from slime.backends.megatron_utils.arguments import ExpertArgs
+from slime.backends.megatron_utils.arguments import ExpertArgs, ModelArgs
 from slime.backends.megatron_utils.precision_rules import has_te_attention, uses_transformer_engine
-from slime.backends.protocols import weights_dtype
-from slime.backends.training.arguments import ParallelArgs
-from slime.config.groups import from_args
+from slime.backends.training.arguments import ParallelArgs, PluginArgs, PrecisionArgs
+from slime.config.run_config import RunConfig
 from slime.models.hf_shape import read_shape
 from slime.models.shape import DeltaNetShape, MlaShape, ModelShape, MoeShape, YarnRope
 
@@ -45,51 +43,51 @@ _SAME = (
 _SAME_IF_GIVEN = ("recompute_modules", "microbatch_group_size_per_vp_stage")
 
 
-def transformer_config_kwargs(args: Namespace, shape: ModelShape | None = None) -> dict[str, Any]:
+def transformer_config_kwargs(run: RunConfig, shape: ModelShape | None = None) -> dict[str, Any]:
     """Arguments of ``TransformerConfig``, or of ``MLATransformerConfig`` if ``multi_latent_attention`` is true.
 
     The activation function and the dtypes are missing: they are torch objects.
 
     Args:
-        args: the parsed command line. Its model flags agree with ``shape``, which a rule has checked.
-        shape: by default that of ``args.hf_checkpoint``.
+        run: its model flags agree with ``shape``, which a rule has checked.
+        shape: by default that of ``--hf-checkpoint``.
 
     Raises:
         ConfigError: ``shape`` is not given, and the model in --hf-checkpoint cannot be trained.
     """
-    shape = shape or read_shape(args.hf_checkpoint)
-    kwargs = {name: vars(args)[name] for name in _SAME}
-    kwargs |= {name: value for name in _SAME_IF_GIVEN if (value := vars(args)[name]) not in (None, [])}
-    kwargs |= _layers(shape) | _numerics(args) | _parallel(from_args(ParallelArgs, args))
+    shape = shape or read_shape(run.values["hf_checkpoint"])
+    kwargs = {name: run.values[name] for name in _SAME}
+    kwargs |= {name: value for name in _SAME_IF_GIVEN if (value := run.values[name]) not in (None, [])}
+    kwargs |= _layers(shape) | _numerics(run) | _parallel(run[ParallelArgs])
     if shape.mla is not None:
         kwargs |= _latent_attention(shape, shape.mla)
     if shape.delta_net is not None:
         kwargs |= _delta_nets(shape.delta_net)
     if shape.moe is not None:
-        kwargs |= _experts(from_args(ExpertArgs, args), shape.moe)
+        kwargs |= _experts(run[ExpertArgs], shape.moe)
     return kwargs
 
 
-def build_config(args: Namespace, shape: ModelShape | None = None) -> TransformerConfig:
+def build_config(run: RunConfig, shape: ModelShape | None = None) -> TransformerConfig:
     """Megatron's config of this model. Imports megatron, so ``patches.install.install`` must have run on a CPU.
 
     Raises:
         ConfigError: as :func:`transformer_config_kwargs`.
         ValueError: megatron refuses a combination that ``argument_rules`` does not.
     """
-    import torch
     import torch.nn.functional as F
     from megatron.core.transformer.enums import AttnBackend
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
+    from slime.backends.training.optimizer import dtype_of
     from slime.utils import accelerator
 
-    kwargs = transformer_config_kwargs(args, shape)
+    kwargs = transformer_config_kwargs(run, shape)
     is_cpu = accelerator.current().is_cpu
     fuses = _can_fuse(is_cpu=is_cpu)
-    dtype = getattr(torch, weights_dtype(fp16=args.fp16, fp32=args.fp32))
+    model, dtype = run[ModelArgs], dtype_of(run[PrecisionArgs])
     config_class = MLATransformerConfig if kwargs["multi_latent_attention"] else TransformerConfig
-    has_te = has_te_attention(args, is_latent=kwargs["multi_latent_attention"])
+    has_te = has_te_attention(run.args, is_latent=kwargs["multi_latent_attention"])
     config = config_class(
         **kwargs,
         activation_func=F.silu,
@@ -97,12 +95,12 @@ def build_config(args: Namespace, shape: ModelShape | None = None) -> Transforme
         pipeline_dtype=dtype,
         autocast_dtype=dtype,
         use_cpu_initialization=is_cpu,
-        bias_activation_fusion=args.bias_swiglu_fusion and (fuses or is_cpu),  # a CPU has patches.install.swiglu
-        bias_dropout_fusion=args.bias_dropout_fusion and fuses,
-        attention_backend=AttnBackend[args.attention_backend] if has_te else AttnBackend.auto,
+        bias_activation_fusion=model.bias_swiglu_fusion and (fuses or is_cpu),  # a CPU has patches.install.swiglu
+        bias_dropout_fusion=model.bias_dropout_fusion and fuses,
+        attention_backend=AttnBackend[model.attention_backend] if has_te else AttnBackend.auto,
     )
     # Megatron has no such fields, but its layers get nothing except the config.
-    config.delta_rule_backend = args.qwen_gdn_backend
+    config.delta_rule_backend = run[PluginArgs].qwen_gdn_backend
     config.has_te_attention = has_te
     return config
 
@@ -146,14 +144,15 @@ def _layers(shape: ModelShape) -> dict[str, Any]:
     }
 
 
-def _numerics(args: Namespace) -> dict[str, Any]:
+def _numerics(run: RunConfig) -> dict[str, Any]:
+    precision = run[PrecisionArgs]
     return {
-        "bf16": not (args.fp16 or args.fp32),
-        "fp16": args.fp16 and not args.fp32,
+        "bf16": not (precision.fp16 or precision.fp32),
+        "fp16": precision.fp16 and not precision.fp32,
         "attention_softmax_in_fp32": True,
         "variable_seq_lengths": True,
-        "transformer_impl": "transformer_engine" if uses_transformer_engine(args) else "local",
-        "fp8_param": args.fp8_param_gather,
+        "transformer_impl": "transformer_engine" if uses_transformer_engine(run.args) else "local",
+        "fp8_param": precision.fp8_param_gather,
         # Fused kernels of Apex or TransformerEngine, which are optional. build_config adds those of torch.
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,

@@ -83,7 +83,7 @@ class MegatronWeights(TrainerBase):
         is_last = rollout_id + 1 == self._args.num_rollout
         # A resume takes the actor's latest iteration for both models, so the critic's must be complete before it.
         in_background = checkpoint.async_save and not is_last and not self.is_critic
-        self._writer.save(self._ready, self._shape, self._args, rollout_id, content, in_background=in_background)
+        self._writer.save(self._ready, self._shape, vars(self._args), rollout_id, content, in_background=in_background)
 
     def finish_saves(self) -> None:
         """Complete the checkpoint that ``--async-save`` is writing, if any."""

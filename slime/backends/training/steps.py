@@ -6,7 +6,6 @@ Called by the ``step`` of each backend and by ``trainer``.
 from __future__ import annotations
 
 import logging
-from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -20,7 +19,7 @@ from slime.algorithms.reduce import make_reducer
 from slime.backends.training.data import MicroBatch, RankPlace, TrainBatch
 from slime.backends.training.loss import LossContext, MicroBatchLoss, names_of_all
 from slime.batch.arguments import ReplayArgs
-from slime.config.groups import from_args
+from slime.config.run_config import RunConfig
 from slime.data.columns import TOKEN_VALUES
 from slime.observability.sample_record import record_training
 from slime.observability.tracking import run_directory
@@ -313,21 +312,21 @@ class BadSteps:
         return f"is in {path}"
 
 
-def keep_batch(args: Namespace, rollout_id: int, columns: dict[str, Any], place: RankPlace) -> None:
+def keep_batch(run: RunConfig, rollout_id: int, columns: dict[str, Any], place: RankPlace) -> None:
     """Write the samples of the run's record, and ``--save-debug-train-data``.
 
     Args:
         columns: the rank's columns with whole responses, log-probs and advantages included.
         place: of the rank.
     """
-    template, limit = from_args(ReplayArgs, args).save_debug_train_data, args.record_samples
+    template, limit = run[ReplayArgs].save_debug_train_data, run.values["record_samples"]
     if template is None and limit == 0:
         return
     # ranks that share samples have the same columns: one of them writes
     if not place.keeps_batch:
         return
     if limit > 0:
-        run = run_directory(args)
-        record_training(run, columns, rollout_id=rollout_id, limit=limit, data_parallel_rank=place.dp_rank)
+        directory = run_directory(run.args)
+        record_training(directory, columns, rollout_id=rollout_id, limit=limit, data_parallel_rank=place.dp_rank)
     if template is not None:
         save_debug_train_data(template, rollout_id=rollout_id, rollout_data=columns, group=place.dp_group)

@@ -48,6 +48,7 @@ from slime.backends.training.steps import (
 )
 from slime.batch.arguments import BatchArgs
 from slime.config.groups import from_args
+from slime.config.run_config import RunConfig
 from slime.data.sampling_mask import check_sampling_sets
 from slime.data.served_adapter import adapter_fields
 from slime.models.lora import LoraConfig
@@ -69,6 +70,8 @@ class TrainerBase(ABC):
 
     def __init__(self, args: Namespace, *, rank: int, world_size: int, with_ref: bool, vocab_size: int) -> None:
         self._args = args
+        self._run = RunConfig.of(args)
+        vars(self._run)["args"] = args  # one object for all hooks of the process, which may keep values in it
         self._rank = rank
         self._world_size = world_size
         self._with_ref = with_ref
@@ -267,7 +270,7 @@ class TrainerBase(ABC):
                 steps = self._run_steps(rollout_id, train_batch)
             report = self._report(rollout_id, train_batch)
         # after the steps, which may add log-probs to the columns
-        keep_batch(self._args, rollout_id, train_batch.columns, self._place)
+        keep_batch(self._run, rollout_id, train_batch.columns, self._place)
         self._profiler.end_rollout(rollout_id)
         self._refresh_copies(rollout_id)
         return TrainReport(steps if self._place.is_main else [], report, seconds)

@@ -11,6 +11,7 @@ from megatron.core import parallel_state as mpu
 
 from slime.backends.megatron_utils.model.build import build_model
 from slime.backends.megatron_utils.transformer_config import build_config
+from slime.config.run_config import RunConfig
 from slime.models.hf_shape import read_shape
 from slime.models.shape import ModelShape
 from tests.unit.megatron_utils.tiny_trainer import make_args
@@ -35,7 +36,7 @@ def build_family_model(path: Path, *, shape: ModelShape | None = None, **overrid
         "decoder_first_pipeline_num_layers": 1 if num_stages > 1 else None,  # 3 layers do not divide
         "virtual_pipeline_model_parallel_size": None,
     }
-    config = build_config(make_args(path, **(settings | overrides)), shape)
+    config = build_config(RunConfig.of(make_args(path, **(settings | overrides))), shape)
     model = build_model(shape, config, padded_vocab_size=128)
     for parameter in model.parameters():
         parameter.data.fill_(torch.nan)  # whatever is not loaded shows

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from slime.config.run_config import RunConfig
 from slime.models.family import NOT_BUILT, families, why_not_built
 from slime.utils.errors import ConfigError
 from tests.unit.megatron_utils.tiny_families import (
@@ -112,7 +113,7 @@ def test_the_spec_of_a_launch_script_is_what_the_family_builds(kind: str, tmp_pa
     make_family_checkpoint(kind, tmp_path)
     args, shape = make_args(tmp_path), shape_of(tmp_path)
     function = getattr(importlib.import_module(f"slime_plugins.models.{kind}"), f"get_{kind}_spec")
-    block = function(args, build_config(args, shape))
+    block = function(args, build_config(RunConfig.of(args), shape))
     is_delta_net = [layer.submodules.self_attention.module.__name__ == "GatedDeltaNet" for layer in block.layer_specs]
     assert shape.delta_net is not None
     assert tuple(is_delta_net) == shape.delta_net.layers
@@ -137,7 +138,7 @@ def test_glm4_s_spec_has_its_norms_behind_attention_and_mlp(tmp_path: Path) -> N
     from tests.unit.megatron_utils.family_models import shape_of
 
     make_family_checkpoint("glm4", tmp_path)
-    block = get_glm_spec(make_args(tmp_path), build_config(make_args(tmp_path), shape_of(tmp_path)))
+    block = get_glm_spec(make_args(tmp_path), build_config(RunConfig.of(make_args(tmp_path)), shape_of(tmp_path)))
     assert {layer.module for layer in block.layer_specs} == {PostNormLayer}
 
 

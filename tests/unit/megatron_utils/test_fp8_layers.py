@@ -12,6 +12,7 @@ from slime.backends.megatron_utils.process_groups import init_distributed
 from slime.backends.training import pieces
 from slime.backends.training.arguments import ParallelArgs, TrainerArgs
 from slime.config.groups import from_args
+from slime.config.run_config import RunConfig
 from slime.utils.errors import ConfigError
 from tests.unit.megatron_utils.fake_transformer_engine import fake_transformer_engine
 from tests.unit.megatron_utils.tiny_trainer import make_args, make_hf_model, single_rank
@@ -40,7 +41,7 @@ def test_flags_decide_which_layers_are_built(
         args = make_args(tmp_path, fp32=False, **flags)
         init_distributed(from_args(ParallelArgs, args), from_args(TrainerArgs, args))
         shape = read_shape(args.hf_checkpoint)
-        build._family_model(shape, build_config(args, shape), 128, None, None)
+        build._family_model(shape, build_config(RunConfig.of(args), shape), 128, None, None)
     names = {"PackedAttention", "TEDotProductAttention", "TELayerNormColumnParallelLinear"}
     joined = {"TELayerNormColumnParallelLinear"} if flags else set()
     assert {name for name in names if f".{name}'" in built[0]} == {kind} | joined
@@ -61,7 +62,7 @@ def test_megatron_is_told_the_recipe_and_where_weights_are_in_fp8(tmp_path: Path
 
     make_hf_model("qwen3", tmp_path)
     settings = {"fp8": "e4m3", "fp8_recipe": "custom", "fp8_quantizer_factory": "a.b", "fp8_param_gather": True}
-    kwargs = transformer_config_kwargs(make_args(tmp_path, **settings))
+    kwargs = transformer_config_kwargs(RunConfig.of(make_args(tmp_path, **settings)))
     told = {name: kwargs[name] for name in ("fp8", "fp8_recipe", "fp8_quantizer_factory", "fp8_param")}
     assert told == {"fp8": "e4m3", "fp8_recipe": "custom", "fp8_quantizer_factory": "a.b", "fp8_param": True}
 

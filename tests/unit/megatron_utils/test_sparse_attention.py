@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from slime.backends.training.attention import plan_attention
+from slime.config.run_config import RunConfig
 from slime.utils.errors import ConfigError
 from tests.unit.megatron_utils.tiny_families import make_family_checkpoint, packed_logits, saved_tensors
 from tests.unit.megatron_utils.tiny_trainer import VOCAB, make_args
@@ -173,7 +174,7 @@ def test_what_launch_scripts_name_as_spec_is_what_the_family_builds(
 
     make_family_checkpoint(kind, tmp_path)
     args, shape = make_args(tmp_path), shape_of(tmp_path)
-    config = build_config(args, shape)
+    config = build_config(RunConfig.of(args), shape)
     named = getattr(importlib.import_module(module), function)(args, config)
     assert named == block_spec(config, shape.family, sparse=shape.sparse)
 

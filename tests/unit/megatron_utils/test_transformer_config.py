@@ -13,6 +13,7 @@ import torch
 from slime.backends.megatron_utils.precision_rules import has_te_attention
 from slime.backends.megatron_utils.transformer_config import transformer_config_kwargs
 from slime.backends.protocols import weights_dtype
+from slime.config.run_config import RunConfig
 from slime.models.hf_shape import read_shape, shape_from_config
 from slime.models.shape import ModelShape
 from tests.unit.megatron_utils.hub_models import DEEPSEEK_V3, GLM45_AIR, MOONLIGHT, QWEN3_4B, QWEN3_30B
@@ -29,7 +30,7 @@ def test_a_model_built_from_its_directory_alone_gives_the_logits_of_transformers
 
     reference = make_family_checkpoint(kind, tmp_path)
     shape = read_shape(str(tmp_path))
-    config = build_config(make_args(tmp_path))
+    config = build_config(RunConfig.of(make_args(tmp_path)))
     model = build_model(shape, config, padded_vocab_size=shape.padded_vocab_size(128)).eval()
     load_weights(model, shape, str(tmp_path), "--hf-checkpoint")
     sequences = [
@@ -41,7 +42,7 @@ def test_a_model_built_from_its_directory_alone_gives_the_logits_of_transformers
 
 
 def _kwargs(config: dict[str, Any], **flags: Any) -> dict[str, Any]:
-    return transformer_config_kwargs(make_args("unread", **flags), shape_from_config(config, "hub"))
+    return transformer_config_kwargs(RunConfig.of(make_args("unread", **flags)), shape_from_config(config, "hub"))
 
 
 def test_a_softmax_router_normalizes_after_the_choice() -> None:
@@ -137,7 +138,7 @@ def test_layouts_are_passed_on_and_exchanges_are_not_batched_with_interleaving()
 def test_half_precision_is_the_default(flags: dict[str, bool], name: str) -> None:
     args = make_args("unread", **({"fp32": False} | flags))
     assert weights_dtype(fp16=args.fp16, fp32=args.fp32) == name
-    kwargs = transformer_config_kwargs(args, shape_from_config(QWEN3_4B, "hub"))
+    kwargs = transformer_config_kwargs(RunConfig.of(args), shape_from_config(QWEN3_4B, "hub"))
     assert (kwargs["bf16"], kwargs["fp16"]) == (name == "bfloat16", name == "float16")
 
 
@@ -178,11 +179,11 @@ def test_a_gpu_has_one_kernel_for_swiglu_and_one_for_dropout_if_they_can_be_made
     from slime.backends.megatron_utils.transformer_config import build_config
 
     make_family_checkpoint("qwen3_moe", tmp_path)
-    cpu = build_config(make_args(tmp_path))
+    cpu = build_config(RunConfig.of(make_args(tmp_path)))
     assert (cpu.bias_activation_fusion, cpu.bias_dropout_fusion) == (True, False)
     monkeypatch.setattr("slime.utils.accelerator.current", lambda: SimpleNamespace(is_cpu=False))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if name in found else None)
     monkeypatch.setattr("shutil.which", lambda name: name if name in found else None)
-    config = build_config(make_args(tmp_path, **flags))
+    config = build_config(RunConfig.of(make_args(tmp_path, **flags)))
     assert (config.bias_activation_fusion, config.bias_dropout_fusion) == fused
     assert ("torch.compile lacks" in caplog.text) == (found != {"triton", "gcc"})

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from slime.config.run_config import RunConfig
 from slime.utils.errors import ConfigError, DataError
 from tests.unit.megatron_utils.tiny_trainer import make_args, make_batch, single_rank
 from tests.unit.megatron_utils.tiny_vision_models import (
@@ -204,11 +205,11 @@ def test_a_checkpoint_with_its_tower_is_converted_there_and_back_bit_for_bit(tmp
 
     make_vision_model("qwen3_vl", tmp_path / "hf")
     spec = ["slime_plugins.models.qwen3_vl", "get_qwen3_vl_model_provider"]
-    with OfflineModel(make_args(tmp_path / "hf", spec=spec)) as there:
+    with OfflineModel(RunConfig.of(make_args(tmp_path / "hf", spec=spec))) as there:
         there.load_hf()
         there.save_release(str(tmp_path / "dist"))
     dist = ("--input-dir", str(tmp_path / "dist" / "release"))
-    with OfflineModel(make_args(tmp_path / "hf"), reads=dist) as back:
+    with OfflineModel(RunConfig.of(make_args(tmp_path / "hf")), reads=dist) as back:
         back.load_torch_dist(*dist)
         exported = dict(back.export())
     saved = load_file(tmp_path / "hf" / "model.safetensors")

@@ -124,7 +124,7 @@ class CheckpointWriter:
         self,
         state: TrainState,
         shape: ModelShape,
-        args: Namespace,
+        arguments: Mapping[str, Any],
         iteration: int,
         content: CheckpointContent,
         *,
@@ -134,6 +134,7 @@ class CheckpointWriter:
         """Write ``iteration``. Without ``in_background`` it is complete, and named by the tracker, on return.
 
         Args:
+            arguments: of the run. Plain values become the checkpoint's ``args``.
             name: directory and text of the tracker instead of the iteration's: "release".
         """
         self.finish()
@@ -143,7 +144,7 @@ class CheckpointWriter:
             raise self._not_written(name, {0: failure})
         state_dict = sharded_state(state, content, is_loading=False)
         state_dict |= {
-            "args": Namespace(**{name: value for name, value in vars(args).items() if isinstance(value, _PLAIN)}),
+            "args": Namespace(**{name: value for name, value in arguments.items() if isinstance(value, _PLAIN)}),
             "checkpoint_version": 3.0,
             "content_metadata": SHARDING,
             "iteration": iteration,

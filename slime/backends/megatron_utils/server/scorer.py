@@ -51,7 +51,7 @@ class MegatronScorer(MegatronTrainer):
     def setup(self) -> int:
         """Build the model and load its weights: those that a trainer would start with. Returns 0."""
         init_distributed(from_args(ParallelArgs, self._args), from_args(TrainerArgs, self._args))
-        self._state = build_model_state(self._args, self._shape)
+        self._state = build_model_state(self._run, self._shape)
         self._fill(self._readable(find_start(self._checkpoint, self._args.hf_checkpoint)))
         device = accelerator.current().device()
         # Ranks draw independently of each other.

@@ -83,8 +83,8 @@ class _Storages(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._found = found
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+    def __torch_dispatch__(self, func: Any, types: Any, given: Any = (), kwargs: Any = None) -> Any:
+        result = func(*given, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu":
                 storage = tensor.untyped_storage()
