@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from slime.algorithms.arguments import AlgorithmArgs
 from slime.algorithms.estimators import find_estimator, formula
-from slime.algorithms.kl import approx_kl
+from slime.algorithms.policy_loss import approx_kl
 from slime.algorithms.ppo import chunked_discounted_returns
 from slime.algorithms.types import Credit, CreditData, Ragged
 

@@ -7,22 +7,144 @@
 Called by the trainer's loss dispatch with flat per-token tensors, whatever model, batch layout and process groups are.
 All tensors are ``[N]``, the response tokens of the micro-batch in sample order, whole on every rank. The last functions
 are the ratio of GSPO and the surrogate of CISPO, whose other parts are those of GRPO, and the loss of fine-tuning.
+
+Corrections are for tokens that another policy sampled: trainer and engine compute the same weights with different
+kernels and precision, so samples are slightly off-policy even if the weights are current.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import torch
 
 from slime.algorithms.arguments import AlgorithmArgs
 from slime.algorithms.estimators import find_estimator, formula
-from slime.algorithms.kl import approx_kl, importance_ratio
-from slime.algorithms.off_policy import Correct, Correction, drifted_tokens, truncated_weights
 from slime.algorithms.reduce import Reducer, Samples
 from slime.algorithms.types import LossOutput
+
+_LOW_VAR_BOUND = 10.0
+
+
+def importance_ratio(log_probs: torch.Tensor, old_log_probs: torch.Tensor) -> torch.Tensor:
+    """``r = pi_new(token) / pi_old(token)``, with gradient through both arguments that have one."""
+    return torch.exp(log_probs.float() - old_log_probs.float())
+
+
+def approx_kl(
+    log_probs: torch.Tensor,
+    log_probs_base: torch.Tensor,
+    kl_loss_type: str,
+    importance_ratio: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Estimate KL(pi || pi_base) from tokens sampled from pi.
+
+    Source: J. Schulman, "Approximating KL Divergence" (2020). With ``d = log pi - log pi_base`` (positive if the
+    token is more likely under the policy than under the base):
+
+        k1              d                    unbiased, may be negative
+        k2              d^2 / 2              its gradient is the exact gradient of the reverse KL
+        k3, low_var_kl  exp(-d) - 1 + d      unbiased, never negative, low_var_kl clamped to [-10, 10]
+
+    Args:
+        log_probs: log-probs of the policy, any shape.
+        log_probs_base: log-probs of the base, same shape.
+        kl_loss_type: one of the names above.
+        importance_ratio: pi / pi_old, a weight on the estimate for tokens that were sampled from pi_old.
+
+    Returns:
+        fp32 tensor of the same shape.
+
+    Raises:
+        ValueError: unknown ``kl_loss_type``.
+    """
+    d = log_probs.float() - log_probs_base.float()
+    match kl_loss_type:
+        case "k1":
+            # as a loss its expected gradient on-policy is zero, see --kl-loss-type
+            kl = d
+        case "k2":
+            kl = d.square() / 2
+        case "k3" | "low_var_kl":
+            kl = torch.expm1(-d) + d  # expm1: no cancellation if the two policies nearly agree
+        case _:
+            raise ValueError(f"--kl-loss-type {kl_loss_type!r} is unknown. Use k1, k2, k3 or low_var_kl.")
+    if importance_ratio is not None:
+        # before the clamp, which bounds the weighted estimate
+        kl = kl * importance_ratio
+    return kl.clamp(-_LOW_VAR_BOUND, _LOW_VAR_BOUND) if kl_loss_type == "low_var_kl" else kl
+
+
+@dataclass(frozen=True)
+class Correction:
+    """The policy-gradient term after a correction.
+
+    Attributes:
+        pg_loss: ``[N]`` per token, with graph.
+        loss_masks: masks to reduce with from here on, one ``[R_i]`` per sample. None: unchanged.
+        metrics: name -> ``[N]`` per token, without graph.
+    """
+
+    pg_loss: torch.Tensor
+    loss_masks: list[torch.Tensor] | None = None
+    metrics: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+Correct: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Correction]
+"""(pg_loss, log-probs of the trainer, log-probs of the engine), each ``[N]``."""
+
+
+def truncated_weights(
+    pg_loss: torch.Tensor, train_log_probs: torch.Tensor, rollout_log_probs: torch.Tensor, low: float, high: float
+) -> Correction:
+    """Truncated importance sampling: ``clip(w, low, high) * pg_loss`` with ``w = pi_trainer / pi_engine``.
+
+    Source: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"; truncation
+    goes back to Ionides 2008.
+
+    Metrics: tis (w before truncation), tis_clipfrac, tis_abs (``|w - 1|``).
+    """
+    weight = _ratio(train_log_probs, rollout_log_probs)
+    return _weighted(pg_loss, weight, weight.clamp(low, high))
+
+
+def icepop(
+    pg_loss: torch.Tensor, train_log_probs: torch.Tensor, rollout_log_probs: torch.Tensor, low: float, high: float
+) -> Correction:
+    """Like :func:`truncated_weights`, but a token whose weight is outside ``[low, high]`` is dropped.
+
+    Source: IcePop, Ring-1T report, arXiv:2510.18855.
+    """
+    weight = _ratio(train_log_probs, rollout_log_probs)
+    is_inside = (weight >= low) & (weight <= high)
+    # weight 0 instead of a mask: the token still counts in the denominator
+    return _weighted(pg_loss, weight, torch.where(is_inside, weight, 0.0))
+
+
+def drifted_tokens(
+    log_probs: torch.Tensor, old_log_probs: torch.Tensor, advantages: torch.Tensor, samples: Samples, delta: float
+) -> torch.Tensor:
+    """Off-policy sequence masking: 1.0 at tokens to drop, ``[N]``.
+
+    Source: DeepSeek-V3.2, arXiv:2512.02556, section 3.1: a sequence whose mean ``log(pi_old / pi_new)`` exceeds
+    ``delta`` gives no gradient if its advantage is negative.
+    """
+    # the mean of the whole sample at each of its tokens: a sequence is dropped as a whole
+    drift = samples.spread(samples.means((old_log_probs - log_probs).detach()))
+    return ((advantages < 0) & (drift > delta)).to(log_probs.dtype)
+
+
+def _ratio(train_log_probs: torch.Tensor, rollout_log_probs: torch.Tensor) -> torch.Tensor:
+    # constants: with a graph the weight would add a second gradient to the policy term
+    return torch.exp(train_log_probs.detach().float() - rollout_log_probs.detach().float())
+
+
+def _weighted(pg_loss: torch.Tensor, weight: torch.Tensor, used: torch.Tensor) -> Correction:
+    metrics = {"tis": weight, "tis_clipfrac": (used != weight).to(weight.dtype), "tis_abs": (weight - 1).abs()}
+    return Correction(pg_loss * used, None, metrics)
+
 
 Tokens: TypeAlias = torch.Tensor
 MakeReducer: TypeAlias = Callable[[Sequence[torch.Tensor]], Reducer]

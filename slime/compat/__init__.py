@@ -54,7 +54,7 @@ slime.utils.ppo_utils
     slime.algorithms.compat: get_advantages_and_returns_batch get_grpo_returns
     slime.algorithms.compat: get_reinforce_plus_plus_baseline_advantages get_reinforce_plus_plus_returns
     slime.algorithms.ppo: chunked_discounted_returns chunked_gae vanilla_gae
-    slime.algorithms.kl: compute_approx_kl=approx_kl
+    slime.algorithms.policy_loss: compute_approx_kl=approx_kl
 slime.utils.processing_utils
     slime.data.chat: load_tokenizer
     slime.data.media: DEFAULT_PATCH_SIZE build_processor_kwargs encode_image_for_rollout_engine load_processor

@@ -18,8 +18,15 @@ import torch.distributed as dist
 
 from slime.algorithms.arguments import AlgorithmArgs, DistillationArgs
 from slime.algorithms.logprobs import SamplingMask, log_probs_and_entropy
-from slime.algorithms.off_policy import Correction, icepop, truncated_weights
-from slime.algorithms.policy_loss import MakeReducer, PolicyTokens, policy_loss, sft_loss
+from slime.algorithms.policy_loss import (
+    Correction,
+    MakeReducer,
+    PolicyTokens,
+    icepop,
+    policy_loss,
+    sft_loss,
+    truncated_weights,
+)
 from slime.algorithms.ppo import value_loss
 from slime.algorithms.reduce import Reducer, Samples
 from slime.backends.megatron_utils.cp_utils import current_sharding, get_sum_of_sample_mean

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from slime.algorithms.arguments import AlgorithmArgs
-from slime.algorithms.off_policy import Correct, Correction
-from slime.algorithms.policy_loss import MakeReducer
+from slime.algorithms.policy_loss import Correct, Correction, MakeReducer
 from slime.algorithms.reduce import Reducer, Samples
 from slime.algorithms.types import LossOutput
 from slime.backends.training.context_parallel import WHOLE, Sharding, seen_as

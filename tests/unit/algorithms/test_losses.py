@@ -10,8 +10,7 @@ import torch
 
 from slime.algorithms.arguments import AlgorithmArgs
 from slime.algorithms.credit import group_relative
-from slime.algorithms.kl import approx_kl, importance_ratio
-from slime.algorithms.policy_loss import sft_loss
+from slime.algorithms.policy_loss import approx_kl, importance_ratio, sft_loss
 from slime.algorithms.ppo import clipped_surrogate
 from slime.algorithms.reduce import count_tokens, make_reducer, segment_sum
 from slime.algorithms.types import CreditData

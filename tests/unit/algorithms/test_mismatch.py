@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from slime.algorithms.mismatch import MismatchSettings, compute_mis_weights
-from slime.algorithms.off_policy import drifted_tokens
+from slime.algorithms.policy_loss import drifted_tokens
 from slime.algorithms.ppo import value_loss
 from slime.algorithms.reduce import Samples, make_reducer
 from tests.verification import verify

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from slime.algorithms.arguments import AlgorithmArgs
-from slime.algorithms.off_policy import Correction, icepop
-from slime.algorithms.policy_loss import PolicyTokens, policy_loss
+from slime.algorithms.policy_loss import Correction, PolicyTokens, icepop, policy_loss
 from slime.algorithms.reduce import Samples
 from tests.verification import verify
 

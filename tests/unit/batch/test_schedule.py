@@ -338,7 +338,7 @@ def test_splitting_takes_the_heaviest_bin_and_stops_at_singletons():
 
 
 def test_public_aliases_are_the_same_objects():
-    from slime.algorithms.kl import approx_kl
+    from slime.algorithms.policy_loss import approx_kl
     from slime.utils import dp_schedule, flops_utils, ppo_utils, seqlen_balancing
 
     assert dp_schedule.build_dp_schedule is build_dp_schedule
