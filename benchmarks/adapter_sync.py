@@ -30,7 +30,7 @@ from slime.backends.sglang_utils.feature_rules import adapter_words
 from slime.backends.sglang_utils.fork_server import ForkServer
 from slime.backends.sglang_utils.server_args import server_env
 from slime.backends.training.arguments import LoraArgs
-from slime.data.served_adapter import adapter_fields
+from slime.data.engine_fields import adapter_fields
 from slime.models.hf_shape import read_shape
 from slime.models.lora import LoraConfig, adapter_tensors
 from slime.utils.net import WEIGHT_INTERFACES, WEIGHT_LOOPBACK

@@ -110,7 +110,7 @@ class SpecialTokens:
         self._as_text = as_text
         names = set(getattr(tokenizer, "all_special_tokens", ()) or ())
         added = getattr(tokenizer, "added_tokens_decoder", None) or {}
-        names |= {str(token) for token in added.values() if getattr(token, "special", False)}
+        names |= {str(token) for token in added.values() if token.special}
         # Longest first: a regular expression takes the first alternative that matches.
         self._tokens = sorted((name for name in names if len(name) > 1), key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, self._tokens))) if self._tokens else None

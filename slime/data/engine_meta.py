@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from slime.data.sampling_mask import SAMPLING_MASK
+from slime.data.engine_fields import SAMPLING_MASK
 
 _TOP_P_IDS = ("top_p_token_ids", "top_p_kept_token_ids")
 _TOP_P_OFFSETS = ("top_p_token_offsets", "top_p_kept_token_offsets")

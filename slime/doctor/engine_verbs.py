@@ -19,7 +19,7 @@ from slime.backends.protocols import EVERY_RANK, AdapterProof, Canary, EngineInf
 from slime.backends.sglang_utils.checksum import SGLangTensors
 from slime.backends.sglang_utils.engine import MEMORY_TAGS, SGLangEngine
 from slime.backends.sglang_utils.external import engine_info
-from slime.data.served_adapter import ADAPTER_NAME
+from slime.data.engine_fields import ADAPTER_NAME
 from slime.doctor import Finding, fail, ok, skip, warn
 from slime.doctor.engine_answers import Answer, Trial
 from slime.doctor.engine_golden import FACTOR, Golden

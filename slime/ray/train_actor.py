@@ -20,7 +20,7 @@ from slime.backends.protocols import SOURCE, TRAINER_PARTS, AdapterProof, Canary
 from slime.backends.training.arguments import PrecisionArgs
 from slime.config.arguments import ClusterArgs, SyncArgs
 from slime.config.groups import from_args
-from slime.data.served_adapter import adapter_fields
+from slime.data.engine_fields import adapter_fields
 from slime.observability.logging_utils import configure_logger
 from slime.ray.engines.fleet import RayEngineFleet
 from slime.ray.run.cluster import node_address

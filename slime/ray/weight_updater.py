@@ -24,7 +24,7 @@ from slime.backends.training.arguments import PrecisionArgs
 from slime.backends.training.hf_files import save_hf_directory
 from slime.config.arguments import SyncArgs
 from slime.config.groups import from_args
-from slime.data.served_adapter import serves_adapter
+from slime.data.engine_fields import serves_adapter
 from slime.hooks.load import load_function
 from slime.models.config_json import read_model_config
 from slime.models.hf_shape import read_shape

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from slime.data.columns import TrainData, column
+from slime.data.engine_fields import SAMPLING_MASK
 from slime.data.sample import Sample, iter_samples
-from slime.data.sampling_mask import SAMPLING_MASK
 from slime.observability.run_info import RunInfo, read_run_info
 from slime.observability.sample_record import read_rows, record_file, sample_of_row
 from slime.replay.history import replay_all, without

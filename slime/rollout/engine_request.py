@@ -17,6 +17,14 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from slime.data.engine_fields import (
+    LACKS_SETS,
+    REPLAY_TOP_K,
+    adapter_fields,
+    cuts_vocabulary,
+    lacks_sets,
+    sampled_tokens,
+)
 from slime.data.media import (
     encode_image_for_rollout_engine,
     has_media,
@@ -25,9 +33,7 @@ from slime.data.media import (
     with_single_placeholders,
 )
 from slime.data.sample import Sample, iter_samples
-from slime.data.sampling_mask import LACKS_SETS, REPLAY_TOP_K, cuts_vocabulary, lacks_sets, sampled_tokens
 from slime.data.schedule import note_part
-from slime.data.served_adapter import adapter_fields
 from slime.observability.trace_utils import trace_headers
 from slime.rollout.direct_engines import PAST_THE_ROUTER
 from slime.rollout.eval_config import EvalDatasetConfig

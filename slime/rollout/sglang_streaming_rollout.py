@@ -13,8 +13,8 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
+from slime.data.engine_fields import OUTPUT_LISTS
 from slime.data.sample import Sample
-from slime.data.sampling_mask import OUTPUT_LISTS
 from slime.observability.trace_utils import build_sglang_meta_trace_attrs, trace_span
 from slime.rollout import sglang_rollout
 from slime.rollout.engine_request import EngineRequest, append_reply, check_reply, send, send_options

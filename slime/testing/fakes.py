@@ -10,8 +10,8 @@ from contextlib import AbstractContextManager, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from slime.data.engine_fields import SAMPLING_MASK
 from slime.data.sample import Sample, SampleGroup, iter_samples
-from slime.data.sampling_mask import SAMPLING_MASK
 from slime.rollout.failures import fresh_copy
 
 NUM_GROUPS = 2

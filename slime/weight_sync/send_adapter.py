@@ -24,7 +24,7 @@ from typing import Any
 from safetensors.torch import save_file
 
 from slime.backends.protocols import SOURCE, EngineFleet, NamedTensor, PendingCalls, WeightExporter
-from slime.data.served_adapter import ADAPTER_NAME
+from slime.data.engine_fields import ADAPTER_NAME
 from slime.models.lora import CONFIG_FILE, FILE_PREFIX, WEIGHTS_FILE, LoraConfig
 from slime.utils.errors import EngineError, undone
 from slime.utils.memory_utils import bytes_of

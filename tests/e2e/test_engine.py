@@ -33,8 +33,8 @@ from slime.backends.sglang_utils.router import Router, RouterProcess, remove_wor
 from slime.backends.sglang_utils.server_args import server_env
 from slime.backends.sglang_utils.topology import override_argv, read_topology
 from slime.data.chat import load_tokenizer, render_chat
+from slime.data.engine_fields import sampled_tokens
 from slime.data.sample import Sample
-from slime.data.sampling_mask import sampled_tokens
 from slime.rollout.sglang_rollout import GenerateState, generate_and_rm_group
 from slime.rollout.sglang_rollout import generate as rollout_generate
 from slime.rollout.sglang_streaming_rollout import generate_streaming

@@ -20,7 +20,7 @@ from slime.backends.sglang_utils.fork_server import ForkServer
 from slime.backends.sglang_utils.server_args import server_env
 from slime.backends.training.arguments import LoraArgs
 from slime.backends.training.hf_files import write_hf_directory
-from slime.data.served_adapter import ADAPTER_NAME, adapter_fields
+from slime.data.engine_fields import ADAPTER_NAME, adapter_fields
 from slime.models.hf_shape import read_shape
 from slime.models.lora import LoraConfig
 from slime.utils.errors import EngineError

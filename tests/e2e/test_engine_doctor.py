@@ -23,8 +23,8 @@ from slime.backends.sglang_utils.fork_server import ForkServer
 from slime.backends.sglang_utils.server_args import server_env
 from slime.backends.training.arguments import LoraArgs
 from slime.cli import main
+from slime.data.engine_fields import SAMPLING_MASK
 from slime.data.media import encode_image_for_rollout_engine
-from slime.data.sampling_mask import SAMPLING_MASK
 from slime.doctor.engine_answers import (
     Trial,
     images,

@@ -15,7 +15,7 @@ from slime.backends.sglang_utils.feature_rules import adapter_words
 from slime.backends.sglang_utils.fork_server import ForkServer
 from slime.backends.sglang_utils.server_args import server_env
 from slime.backends.training.arguments import LoraArgs
-from slime.data.served_adapter import ADAPTER_NAME
+from slime.data.engine_fields import ADAPTER_NAME
 from slime.utils.errors import EngineError
 from slime.utils.net import free_port
 from tests.doc_commands import shown_flags

@@ -11,7 +11,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from slime.data.served_adapter import ADAPTER_NAME
+from slime.data.engine_fields import ADAPTER_NAME
 from tests.e2e.running import Finished, metrics, run_train, values
 from tests.e2e.test_loop import grpo_flags
 from tests.e2e.watching import read, running, server_of

@@ -9,8 +9,14 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 from slime.agent.trajectory import Message, TurnRecord
-from slime.data.sampling_mask import LACKS_SETS, REPLAY_TOP_K, cuts_vocabulary, lacks_sets, sampled_tokens
-from slime.data.served_adapter import adapter_fields
+from slime.data.engine_fields import (
+    LACKS_SETS,
+    REPLAY_TOP_K,
+    adapter_fields,
+    cuts_vocabulary,
+    lacks_sets,
+    sampled_tokens,
+)
 from slime.observability.trace_utils import TraceHandle, trace_headers, trace_span
 from slime.rollout.direct_engines import PAST_THE_ROUTER, DirectEngines, EngineChoice, with_packed_experts
 from slime.rollout.engine_request import EngineRequest, send

@@ -35,7 +35,7 @@ from slime.backends.training.credit import add_credit
 from slime.backends.training.custom import CustomFunctions
 from slime.config.groups import from_args
 from slime.data.columns import SAMPLING_SETS
-from slime.data.sampling_mask import cuts_vocabulary
+from slime.data.engine_fields import cuts_vocabulary
 from slime.utils.errors import ConfigError
 
 __all__ = [

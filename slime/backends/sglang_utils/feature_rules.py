@@ -8,7 +8,7 @@ from typing import Any
 
 from slime.backends.sglang_utils.topology import ModelSpec
 from slime.config import notices
-from slime.data.served_adapter import ADAPTER_NAME, serves_adapter
+from slime.data.engine_fields import ADAPTER_NAME, serves_adapter
 from slime.models.config_json import read_model_config
 from slime.models.hf_shape import read_shape
 from slime.models.lora import LoraConfig

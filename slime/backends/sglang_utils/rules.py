@@ -21,8 +21,7 @@ from slime.backends.sglang_utils.feature_rules import adapter_of_model, drafts_o
 from slime.backends.sglang_utils.option_table import ALIASES
 from slime.backends.sglang_utils.topology import ModelSpec, Topology, WorkerType, num_stages, topology_of
 from slime.config import notices
-from slime.data.sampling_mask import cuts_vocabulary
-from slime.data.served_adapter import serves_adapter
+from slime.data.engine_fields import cuts_vocabulary, serves_adapter
 from slime.models.config_json import read_model_config, text_part
 from slime.utils import accelerator
 from slime.utils.errors import ConfigError

@@ -49,8 +49,7 @@ from slime.backends.training.steps import (
 from slime.batch.arguments import BatchArgs
 from slime.config.groups import from_args
 from slime.config.run_config import RunConfig
-from slime.data.sampling_mask import check_sampling_sets
-from slime.data.served_adapter import adapter_fields
+from slime.data.engine_fields import adapter_fields, check_sampling_sets
 from slime.models.lora import LoraConfig
 from slime.observability.profile_utils import TrainProfiler, timed
 from slime.utils.errors import ConfigError, SlimeError

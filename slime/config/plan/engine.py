@@ -77,7 +77,7 @@ class WeightSync:
 
 
 def serves_adapter(args: Namespace) -> bool:
-    """Whether engines get an adapter. A test compares it with slime.data.served_adapter."""
+    """Whether engines get an adapter. A test compares it with slime.data.engine_fields."""
     return bool(read(args, "lora_rank") and not read(args, "lora_merge") and not read(args, "debug_rollout_only"))
 
 

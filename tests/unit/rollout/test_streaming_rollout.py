@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from slime.data.engine_fields import OUTPUT_LISTS
 from slime.data.sample import Sample
-from slime.data.sampling_mask import OUTPUT_LISTS
 from slime.hooks.load import check_hooks
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.sglang_rollout import GenerateState, generate, generate_rollout

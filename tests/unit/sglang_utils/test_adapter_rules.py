@@ -16,7 +16,7 @@ from slime.backends.sglang_utils.feature_rules import (
     served_adapter,
 )
 from slime.backends.sglang_utils.topology import ModelSpec, ServerGroupSpec, WorkerType
-from slime.data.served_adapter import adapter_fields
+from slime.data.engine_fields import adapter_fields
 from slime.utils import accelerator
 from slime.utils.accelerator import CUDAAccelerator
 from tests.unit.megatron_utils.tiny_families import make_family_checkpoint

@@ -1,10 +1,16 @@
-"""The ids that each token was sampled from when top-p or top-k cut the vocabulary: their form, and their checks.
+"""Fields of requests to engines, and of their replies, that flags ask for: sampling sets, and the adapter.
+
+The sampling sets are the ids that each token was sampled from when top-p or top-k cut the vocabulary:
 
     ids       [K]      the concatenated sets of the response tokens
     offsets   [R + 1]  begin of each token's set. First 0, last K. A token that was not sampled has an empty set.
 
 Read from an engine's reply by ``Sample.append_response_tokens``, checked by ``slime.batch.compile``, replayed by
 the trainer (``slime.algorithms.logprobs``). Importable without torch.
+
+The adapter under which engines serve a LoRA policy has one name in the whole run, because a request may wait while
+engines take new weights: engines replace the adapter of this name, and the request is answered by the new one. The
+reply has its version (``weight_version``).
 """
 
 from __future__ import annotations
@@ -30,7 +36,8 @@ REPLAY_TOP_K = 4000
 
 def cuts_vocabulary(args: Namespace) -> bool:
     """Whether ``--rollout-top-p`` or ``--rollout-top-k`` let engines sample from less than the whole vocabulary."""
-    return getattr(args, "rollout_top_p", 1.0) != 1.0 or getattr(args, "rollout_top_k", -1) != -1
+    given = vars(args)  # those of users' programs may lack the flags
+    return given.get("rollout_top_p", 1.0) != 1.0 or given.get("rollout_top_k", -1) != -1
 
 
 def check_sampling_sets(args: Namespace, columns: Mapping[str, Any]) -> None:
@@ -70,3 +77,17 @@ def sampled_tokens(meta: dict[str, Any]) -> tuple[list[int], list[float]]:
     if log_probs is None:
         log_probs = [item[0] for item in sampled]
     return [item[1] for item in sampled], list(log_probs)
+
+
+ADAPTER_NAME = "policy"
+
+
+def serves_adapter(args: Any) -> bool:
+    """Whether engines get an adapter. With ``--lora-merge`` they get whole weights, without a trainer nothing."""
+    given = {} if args is None else vars(args)  # those of users' programs may lack the flags
+    return bool(given.get("lora_rank")) and not given.get("lora_merge") and not given.get("debug_rollout_only")
+
+
+def adapter_fields(args: Any) -> dict[str, str]:
+    """The fields by which a request to ``/generate`` of the trained model names the adapter. Empty without one."""
+    return {"lora_path": ADAPTER_NAME} if serves_adapter(args) else {}

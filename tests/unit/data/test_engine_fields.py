@@ -10,8 +10,8 @@ import torch
 from slime.batch.compile import compile_train_data
 from slime.batch.rewards import RewardArgs
 from slime.batch.ship import tensorize
+from slime.data.engine_fields import check_sampling_sets, sampled_tokens
 from slime.data.sample import Sample
-from slime.data.sampling_mask import check_sampling_sets, sampled_tokens
 from slime.utils.errors import DataError
 
 REWARDS = RewardArgs(rewards_normalization=False)
