@@ -37,7 +37,7 @@ REPLAY_TOP_K = 4000
 def cuts_vocabulary(args: Namespace) -> bool:
     """Whether ``--rollout-top-p`` or ``--rollout-top-k`` let engines sample from less than the whole vocabulary."""
     given = vars(args)  # those of users' programs may lack the flags
-    return given.get("rollout_top_p", 1.0) != 1.0 or given.get("rollout_top_k", -1) != -1
+    return bool(given.get("rollout_top_p", 1.0) != 1.0 or given.get("rollout_top_k", -1) != -1)
 
 
 def check_sampling_sets(args: Namespace, columns: Mapping[str, Any]) -> None:

@@ -299,7 +299,7 @@ def _new_driver() -> None:
 
 
 def _command(mode: str, args: Namespace) -> None:
-    from slime.backends.training.checkpoint_source import nothing_left
+    from slime.backends.training.rules import nothing_left
     from slime.ray.run.main import train, train_async
     from slime.ray.run.restart import run_to_the_end
 

@@ -10,7 +10,7 @@ import logging
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from slime.backends.training.arguments import CheckpointArgs
 from slime.backends.training.checkpoint_files import (
@@ -21,7 +21,6 @@ from slime.backends.training.checkpoint_files import (
     iteration_of,
     what_is_torn,
 )
-from slime.config.groups import from_args
 from slime.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -119,25 +118,6 @@ def find_teacher(load: str | None, step: int | None) -> Source | None:
     if load is None:
         return None
     return _existing("--opd-teacher-load", load, "--opd-teacher-ckpt-step", step)
-
-
-def resumed_from(args: Any) -> Source | None:
-    """The checkpoint of a run that these resolved arguments continue. None if they start a run."""
-    source = find_start(from_args(CheckpointArgs, args), args.hf_checkpoint)
-    return source if source.flag == "--load" and source.is_training_state and not args.finetune else None
-
-
-def nothing_left(args: Any) -> str | None:
-    """The reason why a run with these resolved arguments has no rollout left to train. None if it has one."""
-    source = resumed_from(args)
-    if source is None or not args.num_rollout or args.start_rollout_id is not None:
-        return None
-    if source.iteration < args.num_rollout - 1:
-        return None
-    return (
-        f"{args.num_rollout}: {source.directory} was saved after the last of them, so nothing is left to train; a "
-        "larger number goes on, another --save and no --load starts anew"
-    )
 
 
 def inspect_checkpoint(flag: str, path: str) -> Source | None:

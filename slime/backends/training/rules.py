@@ -12,7 +12,7 @@ from typing import Any
 from slime.backends.training.adapter_files import adapter_problems, describe_adapter, state_problems
 from slime.backends.training.arguments import CheckpointArgs
 from slime.backends.training.checkpoint_files import complete_iterations
-from slime.backends.training.checkpoint_source import find_start, foreign, nothing_left, resumed_from
+from slime.backends.training.checkpoint_source import Source, find_start, foreign
 from slime.backends.training.export_files import foreign_content, refusal
 from slime.config import notices
 from slime.config.groups import from_args
@@ -24,6 +24,25 @@ from slime.utils.errors import ConfigError
 
 _NUMBER = re.compile(r"\{rollout_id[^}]*\}")
 _REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
+
+
+def resumed_from(args: Namespace) -> Source | None:
+    """The checkpoint of a run that these resolved arguments continue. None if they start a run."""
+    source = find_start(from_args(CheckpointArgs, args), args.hf_checkpoint)
+    return source if source.flag == "--load" and source.is_training_state and not args.finetune else None
+
+
+def nothing_left(args: Namespace) -> str | None:
+    """The reason why a run with these resolved arguments has no rollout left to train. None if it has one."""
+    source = resumed_from(args)
+    if source is None or not args.num_rollout or args.start_rollout_id is not None:
+        return None
+    if source.iteration < args.num_rollout - 1:
+        return None
+    return (
+        f"{args.num_rollout}: {source.directory} was saved after the last of them, so nothing is left to train; a "
+        "larger number goes on, another --save and no --load starts anew"
+    )
 
 
 def check_checkpoints(args: Namespace) -> list[str]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 from slime.backends.training.arguments import CheckpointArgs
-from slime.backends.training.checkpoint_source import nothing_left
+from slime.backends.training.rules import nothing_left
 from slime.config.groups import from_args
 from slime.observability.run_log import driver_logs
 from slime.observability.tracking import run_directory

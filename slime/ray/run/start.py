@@ -12,7 +12,7 @@ from typing import Any
 
 import ray
 
-from slime.backends.training.checkpoint_source import resumed_from
+from slime.backends.training.rules import resumed_from
 from slime.config.arguments import ClusterArgs
 from slime.config.run_config import RunConfig
 from slime.data.schedule import WEIGHTS, WeightHistory, read_schedule
