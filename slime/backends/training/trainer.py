@@ -69,8 +69,6 @@ class TrainerBase(ABC):
 
     def __init__(self, args: Namespace, *, rank: int, world_size: int, with_ref: bool, vocab_size: int) -> None:
         self._args = args
-        self._run = RunConfig.of(args)
-        vars(self._run)["args"] = args  # one object for all hooks of the process, which may keep values in it
         self._rank = rank
         self._world_size = world_size
         self._with_ref = with_ref
@@ -89,6 +87,13 @@ class TrainerBase(ABC):
         self._teacher: WeightBackup | None = None
         self._generators: dict[str, WeightBackup] = {}
         self._base_scores: list[float] | None = None
+
+    @property
+    def _run(self) -> RunConfig:
+        """The arguments as they are now: hooks may have changed them."""
+        run = RunConfig.of(self._args)
+        vars(run)["args"] = self._args  # one object for all hooks of the process
+        return run
 
     @functools.cached_property
     def _objective(self) -> Objective:
