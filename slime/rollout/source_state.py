@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from slime.data.dump_file import load_saved
 from slime.data.media import media_from_state, media_to_state
 from slime.data.rows import identity
 from slime.data.sample import Sample, SampleGroup, iter_samples
@@ -143,6 +142,8 @@ def read_state(path: Path) -> dict[str, Any] | None:
     Raises:
         DataError: a damaged file.
     """
+    from slime.data.dump_file import load_saved  # imports torch: not for the rules of flags
+
     as_json, as_torch = path.with_suffix(".json"), path.with_suffix(".pt")
     try:
         if as_json.is_file():

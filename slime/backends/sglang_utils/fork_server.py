@@ -53,28 +53,13 @@ _Sockets = Sequence[socket.socket]
 
 
 class ForkServer:
-    """Owner's side: the preloading process. Ends with this process.
+    """Owner's side: the preloading process. Ends with this process."""
 
-    Args:
-        command: of the process, without the path of its socket. By default it preloads SGLang alone.
-        pass_fds: descriptors that it inherits.
-    """
-
-    def __init__(
-        self,
-        log_path: Path,
-        env: Mapping[str, str],
-        command: Sequence[str] = (sys.executable, "-m", __name__),
-        pass_fds: Sequence[int] = (),
-    ) -> None:
+    def __init__(self, log_path: Path, env: Mapping[str, str]) -> None:
         # mkdtemp: only this user can connect (0700), and AF_UNIX needs a short path (108 bytes)
         self.socket_path = str(Path(tempfile.mkdtemp(prefix="slime-fork-")) / "socket")
-        argv = [*command, "--socket", self.socket_path]
-        self._process = GuardedProcess(argv, log_path=log_path, env=env, pass_fds=pass_fds)
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
+        argv = [sys.executable, "-m", __name__, "--socket", self.socket_path]
+        self._process = GuardedProcess(argv, log_path=log_path, env=env)
 
     def raise_if_dead(self) -> None:
         if self._process.exit_code() is not None:

@@ -4,18 +4,18 @@
     imports transformers   ->  forks a process                           ->  the other workers of Ray
     imports SGLang                                                       ->  engines
 
-In an embedded cluster it begins before Ray (``run.cluster``). It must not import Ray, which reads the variables of a
-worker at its import. ``run.worker_launcher`` compares the other ones. In an existing cluster the rollout manager starts
-a process on its own node that imports SGLang alone (``servers``).
+In an embedded cluster it begins before flags are read (``run.main``), and later gets the needs of the run. It must not
+import Ray, which reads the variables of a worker at its import. ``run.worker_launcher`` compares the other ones. In an
+existing cluster the rollout manager starts a process on its own node that imports SGLang alone (``servers``).
 """
 
 from __future__ import annotations
 
-import argparse
 import atexit
 import ctypes
 import gc
 import importlib
+import json
 import os
 import resource
 import runpy
@@ -24,12 +24,13 @@ import sys
 import tempfile
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+# Other modules of slime are imported later: the imports in the background must begin at once.
 from slime.backends.sglang_utils.fork_server import (
     ForkServer,
     become_server,
@@ -41,16 +42,22 @@ from slime.backends.sglang_utils.fork_server import (
     remove_socket,
     serve,
 )
-from slime.backends.sglang_utils.server_args import server_env
-from slime.observability.tracking import run_directory
-from slime.ray.run.worker_launcher import WORKER_FORKS
+from slime.config.help_text import asked_help
+from slime.ray.run.worker_launcher import WORKER_FORKS, differing
+from slime.utils import accelerator
 from slime.utils.errors import EngineError
-from slime.utils.process import GUARD_FD_VARIABLE, has_ended, log_tail, watch_owner
+from slime.utils.net import WEIGHT_INTERFACES, WEIGHT_LOOPBACK
+from slime.utils.process import GUARD_FD_VARIABLE, GuardedProcess, has_ended, log_tail, watch_owner
 from slime.utils.torchvision_cpu import install as allow_torchvision_on_cpu
 
 FORK_SERVER = "SLIME_FORK_SERVER"
 """Environment variable of all processes of a run: pid and socket of the fork server of its cluster, if any."""
-
+VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+# Defaults of SGLang's processes. Trainer and engines form one NCCL group, whose members must agree on both.
+NCCL = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+_INHERITED = ("SLIME_ACCELERATOR", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HF_HUB_OFFLINE")
+# Inherited in an embedded cluster only: on several nodes the values differ.
+_ONE_NODE = ("SLIME_HOST_IP", FORK_SERVER)
 
 # Among them are modules that Ray imports, except pyarrow, which starts a thread.
 _ALL: tuple[str, ...] = ("torch", "torch._dynamo", "transformers")
@@ -66,6 +73,42 @@ _WORKER += ("slime.batch.compile", "slime.backends.sglang_utils.engine", "slime.
 _MALLOC = {-1: "MALLOC_TRIM_THRESHOLD_", -3: "MALLOC_MMAP_THRESHOLD_"}
 
 
+class _Imports:
+    """The process, which imports the modules of all runs, and then those that the needs of this run add."""
+
+    def __init__(self, env: Mapping[str, str]) -> None:
+        # The folder of this slime comes first. The working directory, in which Python would look, may have another one.
+        root = str(Path(__file__).resolve().parents[3])
+        path = f"import sys; sys.path[: not sys.flags.safe_path] = [{root!r}]"
+        code = f"{path}; from slime.ray.engines import preloading; preloading.main()"
+        self.env = {**os.environ, **env}
+        self.needs, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+        with theirs:
+            argv, fds = [sys.executable, "-c", code, str(theirs.fileno())], [theirs.fileno()]
+            self.process = GuardedProcess(argv, log_path=Path(os.devnull), env=env, pass_fds=fds)
+
+    def stop(self) -> None:
+        self.needs.close()
+        self.process.stop()
+
+
+_begun: list[_Imports] = []
+
+
+@contextmanager
+def imports_begun(words: Sequence[str]) -> Iterator[None]:
+    """Begin the imports before flags are read, if the command line ``words`` will start a cluster on a CPU."""
+    is_run = not asked_help(words) and not os.environ.get("RAY_ADDRESS") and "ray" not in sys.modules
+    # Not with another accelerator: an unsupported one would raise.
+    if is_run and os.environ.get("SLIME_ACCELERATOR", "cpu") in ("", "cpu") and accelerator.current().is_cpu:
+        _begun.append(_Imports(forks_env()))
+    try:
+        yield
+    finally:
+        while _begun:
+            _begun.pop().stop()
+
+
 @contextmanager
 def preloading(log: Path, env: Mapping[str, str], *, trainer: str | None, has_engines: bool) -> Iterator[None]:
     """Import the modules of a run in the background. Inside the block its processes are forked from them.
@@ -75,30 +118,52 @@ def preloading(log: Path, env: Mapping[str, str], *, trainer: str | None, has_en
         env: variables of the run's processes, in addition to those of this process.
         trainer: module of the trainer, if the run has one.
     """
-    # The folder of this slime comes first. The working directory, in which Python would look, may have another one.
-    root = str(Path(__file__).resolve().parents[3])
-    path = f"import sys; sys.path[: not sys.flags.safe_path] = [{root!r}]"
-    code = f"{path}; from slime.ray.engines import preloading; preloading.main()"
-    words = [*(["--trainer-module", trainer] if trainer else []), *(["--engines"] if has_engines else [])]
+    log.parent.mkdir(parents=True, exist_ok=True)
+    log.write_bytes(b"")
     with ExitStack() as started:
         folder = Path(started.enter_context(tempfile.TemporaryDirectory(prefix="slime-fork-")))
+        engines = folder / "engines" / "socket"  # the process deletes the folder at its end
+        engines.parent.mkdir()
+        begun = _begun.pop() if _begun else _Imports(env)
+        if begun.process.exit_code() is not None or differing(begun.env, {**os.environ, **env}):
+            begun.stop()  # a function of the user has set a variable at its import
+            begun = _Imports(env)
+        started.callback(begun.stop)
         # Here and not in the process: a launcher can connect at once, and a dead process ends its wait.
-        listeners = {name: listen(str(folder / name)) for name in ("worker", "trainer")}
-        words += [word for name, one in listeners.items() for word in (f"--{name}", str(one.fileno()))]
-        fds = [one.fileno() for one in listeners.values()]
-        server = ForkServer(log, env, [sys.executable, "-c", code, *words], fds)
-        started.callback(server.stop)
-        for one in listeners.values():
+        listeners = [listen(str(folder / name)) for name in ("worker", "trainer")]
+        needs = {"log": str(log), "trainer": trainer, "engines": str(engines), "has_engines": has_engines}
+        with suppress(OSError):  # it has just ended: workers notice
+            socket.send_fds(begun.needs, [json.dumps(needs).encode()], [one.fileno() for one in listeners])
+        for one in listeners:
             one.close()
-        found = {WORKER_FORKS: f"{server.pid} {folder}"}
-        if has_engines:
-            found[FORK_SERVER] = f"{server.pid} {server.socket_path}"
-        os.environ.update(found)
+        found = {WORKER_FORKS: folder} | ({FORK_SERVER: engines} if has_engines else {})
+        os.environ.update({name: f"{begun.process.pid} {path}" for name, path in found.items()})
         try:
             yield
         finally:
             for name in found:
                 del os.environ[name]
+
+
+def forks_env() -> dict[str, str]:
+    """Variables of the process: those of workers. No state of a GPU survives a fork."""
+    return worker_variables(is_on_loopback=True) | dict.fromkeys(VISIBLE_DEVICES, "")
+
+
+def worker_variables(is_on_loopback: bool) -> dict[str, str]:
+    env = {"RAY_USE_UVLOOP": "0", "TOKENIZERS_PARALLELISM": "false"}
+    if accelerator.current().is_cpu:
+        # Ranks and engines share the cores: spinning OpenMP barriers of several processes slow each other down by
+        # orders of magnitude.
+        env["OMP_NUM_THREADS"] = "1"
+        env |= {name: os.environ[name] for name in VISIBLE_DEVICES if name in os.environ}  # GPUs stay hidden
+    else:
+        env |= {name: os.environ.get(name, value) for name, value in NCCL.items()}
+    if is_on_loopback:
+        env |= {"SLIME_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+        env[WEIGHT_INTERFACES] = WEIGHT_LOOPBACK
+        env |= {name: os.environ[name] for name in _ONE_NODE if name in os.environ}
+    return env | {name: os.environ[name] for name in _INHERITED if name in os.environ}
 
 
 class ClusterForkServer:
@@ -129,6 +194,8 @@ def _is_gone(pid: int) -> bool:
 
 def fork_server_of(log: Path) -> ForkServer | ClusterForkServer:
     """The fork server of the cluster, or a new one."""
+    from slime.backends.sglang_utils.server_args import server_env
+
     if FORK_SERVER not in os.environ:
         return ForkServer(log, server_env())
     pid, socket_path = os.environ[FORK_SERVER].split(maxsplit=1)
@@ -141,6 +208,8 @@ def fork_server_log(args: Namespace) -> Path:
 
 def engine_log_directory(args: Namespace) -> Path:
     """Folder for the logs of engines and routers."""
+    from slime.observability.tracking import run_directory
+
     return run_directory(args, args.experiment_name) / "engines"
 
 
@@ -184,6 +253,8 @@ def become_worker(connection: socket.socket, request: Mapping[str, Any]) -> None
 
 
 def _serve_engines(socket_path: str) -> None:
+    from slime.backends.sglang_utils.server_args import server_env
+
     os.environ.update(server_env())
     forget_allocator_settings()
     malloc = ctypes.CDLL(None)
@@ -195,14 +266,6 @@ def _serve_engines(socket_path: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Import the modules of a run and fork its processes on request.")
-    parser.add_argument("--socket", required=True, help="path for the socket of the engines")
-    parser.add_argument("--worker", type=int, required=True, help="descriptor to which launchers of workers connect")
-    parser.add_argument("--trainer", type=int, required=True, help="the same for trainer ranks")
-    parser.add_argument("--trainer-module", help="module of the trainer, if the run has one")
-    parser.add_argument("--engines", action="store_true", help="the run has engines")
-    options = parser.parse_args()
-    trainer, worker = (socket.socket(fileno=number) for number in (options.trainer, options.worker))
     guard = os.environ.get(GUARD_FD_VARIABLE, "")
 
     def serve_in_child(listener: socket.socket, modules: Sequence[str], unused: socket.socket) -> None:
@@ -211,18 +274,27 @@ def main() -> None:
         watch_owner()
         serve_workers(listener, modules)
 
-    watch_owner(before_end=lambda: remove_socket(options.socket))
-    try:
-        allow_torchvision_on_cpu()
-        _import(_ALL)
-        if options.trainer_module is not None:
-            fork_child(lambda: serve_in_child(trainer, (*_TRAINER, options.trainer_module), worker))
+    watch_owner()
+    with ExitStack() as ended, socket.socket(fileno=int(sys.argv[1])) as told:
+        try:
+            allow_torchvision_on_cpu()
+            _import(_ALL)
+        finally:  # also an error of the imports belongs into the log
+            message, descriptors, *_ = socket.recv_fds(told, 1 << 16, 2)
+            if not message:
+                sys.exit()  # no run begins
+            needs = json.loads(message)
+            ended.callback(remove_socket, needs["engines"])
+            log = os.open(needs["log"], os.O_WRONLY | os.O_APPEND)
+            redirect_output(log, log)
+            worker, trainer = (socket.socket(fileno=number) for number in descriptors)
+        told.close()
+        if needs["trainer"] is not None:
+            fork_child(lambda: serve_in_child(trainer, (*_TRAINER, needs["trainer"]), worker))
         trainer.close()
         _import(_WORKER)
-        if not options.engines:
+        if not needs["has_engines"]:
             serve_workers(worker, ())
         fork_child(lambda: serve_in_child(worker, (), trainer))
         worker.close()
-        _serve_engines(options.socket)
-    finally:
-        remove_socket(options.socket)
+        _serve_engines(needs["engines"])

@@ -26,13 +26,12 @@ from ray._private import parameter, services
 from slime.config.plan.memory import LARGEST_ROUNDED
 from slime.observability.console import START
 from slime.observability.run_log import RUN_LOG
-from slime.ray.engines.preloading import FORK_SERVER, fork_server_log, preloading
+from slime.ray.engines.preloading import NCCL, VISIBLE_DEVICES, fork_server_log, forks_env, preloading, worker_variables
 from slime.ray.run import worker_launcher
 from slime.ray.run.worker_logs import followed, received
 from slime.utils import accelerator
 from slime.utils.deadline import Deadline
 from slime.utils.errors import ConfigError, StartFailed, kept
-from slime.utils.net import WEIGHT_INTERFACES, WEIGHT_LOOPBACK
 from slime.utils.process import has_ended
 from slime.utils.reaper import reap, start_reaper, with_their_children
 from slime.utils.scratch import scratch_folder
@@ -47,17 +46,10 @@ NOSET_VISIBLE_DEVICES_ENV_VARS_LIST = list(NOSET_VISIBLE_DEVICES)
 logger = logging.getLogger(__name__)
 
 _OBJECT_STORE_BYTES = 512 * 1024**2
-_LOOPBACK = "127.0.0.1"
-_INHERITED = ("SLIME_ACCELERATOR", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HF_HUB_OFFLINE")
-# Inherited in an embedded cluster only: on several nodes the values differ.
-_ONE_NODE = ("SLIME_HOST_IP", FORK_SERVER)
-_VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 _EMBEDDED = "slime_embedded"  # a resource that marks clusters started by running_cluster()
 _DEVICE_TYPE = "accelerator_type:"
 _ROOM_TO_JOIN = 8  # logical devices for engines that join. On a GPU machine Ray has all devices
 _DRIVER_CPUS = 4  # data buffer, rollout manager and their children
-# Defaults of SGLang's processes. Trainer and engines form one NCCL group, whose members must agree on both.
-_NCCL = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
 _ALLOCATORS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _PINNED_SIZE = "pinned_max_cached_size_mb"
 # Limits of Ray for its own start and for the start of a worker. Its defaults, 30 and 60 seconds, are too short for a
@@ -119,13 +111,8 @@ def running_cluster(args: Namespace) -> Iterator[None]:
 
 def _preloading(args: Namespace) -> AbstractContextManager[None]:
     trainer = None if args.debug_rollout_only else f"slime.backends.{args.train_backend}_utils.actor"
-    return preloading(
-        fork_server_log(args),
-        # Modules are imported before a fork, which no state of a GPU survives.
-        _worker_env(is_on_loopback=True) | dict.fromkeys(_VISIBLE_DEVICES, ""),
-        trainer=trainer,
-        has_engines=_num_engine_slots(args) > 0,
-    )
+    has_engines = _num_engine_slots(args) > 0
+    return preloading(fork_server_log(args), forks_env(), trainer=trainer, has_engines=has_engines)
 
 
 def check_devices(resources: Mapping[str, float]) -> None:
@@ -172,7 +159,7 @@ def _start_embedded(slots: int, directory: Path) -> None:
 def _init_embedded(slots: int, directory: Path) -> None:
     is_cpu = accelerator.current().is_cpu
     # Ray would refuse more logical slots than the variables name.
-    with _without(_VISIBLE_DEVICES if is_cpu else ()), _lean_node() if is_cpu else nullcontext():
+    with _without(VISIBLE_DEVICES if is_cpu else ()), _lean_node() if is_cpu else nullcontext():
         ray.init(
             address="local",
             num_cpus=max(os.cpu_count() or 1, slots + _DRIVER_CPUS),
@@ -249,28 +236,12 @@ def slot_layout(args: Namespace) -> tuple[int, int]:
 
 def worker_env() -> dict[str, str]:
     """Environment variables of every actor that slime starts."""
-    return _worker_env(is_embedded())
-
-
-def _worker_env(is_on_loopback: bool) -> dict[str, str]:
-    env = {"RAY_USE_UVLOOP": "0", "TOKENIZERS_PARALLELISM": "false"}
-    if accelerator.current().is_cpu:
-        # Ranks and engines share the cores: spinning OpenMP barriers of several processes slow each other down by
-        # orders of magnitude.
-        env["OMP_NUM_THREADS"] = "1"
-        env |= {name: os.environ[name] for name in _VISIBLE_DEVICES if name in os.environ}  # GPUs stay hidden
-    else:
-        env |= {name: os.environ.get(name, value) for name, value in _NCCL.items()}
-    if is_on_loopback:
-        env |= {"SLIME_HOST_IP": _LOOPBACK, "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-        env[WEIGHT_INTERFACES] = WEIGHT_LOOPBACK
-        env |= {name: os.environ[name] for name in _ONE_NODE if name in os.environ}
-    return env | {name: os.environ[name] for name in _INHERITED if name in os.environ}
+    return worker_variables(is_embedded())
 
 
 def nccl_as_engines(engine_words: Sequence[str]) -> dict[str, str]:
     """Variables that engines override. The trainer must use the same values."""
-    return dict.fromkeys(_NCCL, "1") if "--enable-symm-mem" in engine_words else {}
+    return dict.fromkeys(NCCL, "1") if "--enable-symm-mem" in engine_words else {}
 
 
 def allocator_env(given: Mapping[str, Any]) -> dict[str, str]:

@@ -16,7 +16,7 @@ from slime.backends.training.rules import nothing_left
 from slime.config.groups import from_args
 from slime.observability.run_log import driver_logs
 from slime.observability.tracking import run_directory
-from slime.ray.arguments import parse_args
+from slime.ray.engines.preloading import imports_begun
 from slime.ray.run.header import HeaderArgs, print_header
 
 # Ray and torch take seconds to import: --help and a wrong command line must not wait for them. So the functions below
@@ -96,7 +96,9 @@ def run_command(
         from slime.cli import main as slime
 
         return slime(["plan", program, *words])
-    with driver_logs():
+    with driver_logs(), imports_begun(words):
+        from slime.ray.arguments import parse_args  # here, so that it does not delay the imports
+
         run_arguments(loop, parse_args(argv=argv, is_async=is_async))
     return None
 

@@ -1,12 +1,11 @@
-"""Which engine gets which process to fork from, and when the process counts as ended."""
+"""When the imports of a run begin, which engine gets which process to fork from, and when the process has ended."""
 
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -17,49 +16,95 @@ from slime.ray.engines.preloading import (
     ClusterForkServer,
     fork_server_log,
     fork_server_of,
+    forks_env,
+    imports_begun,
 )
 from slime.ray.run.worker_launcher import WORKER_FORKS
+from slime.utils.deadline import Deadline, wait_until
 from slime.utils.errors import EngineError
 
 
 class StandIn:
-    """A fake of ``ForkServer``: a process that imports nothing."""
+    """A fake of ``ForkServer`` without a process."""
 
-    def __init__(
-        self, log_path: Path, env: Mapping[str, str], command: Sequence[str] = (), pass_fds: Sequence[int] = ()
-    ) -> None:
-        self.socket_path, self.env = str(log_path.with_name("socket of it")), env
-        log_path.parent.mkdir(parents=True, exist_ok=True)
-        log_path.write_text("cannot import sglang\n")
-        self._process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
-        self.pid = self._process.pid
-
-    def stop(self) -> None:
-        self._process.kill()
-        self._process.wait()
+    def __init__(self, log_path: Path, env: Mapping[str, str]) -> None:
+        self.log_path, self.env = log_path, env
 
 
 @pytest.fixture
 def args(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Namespace:
-    monkeypatch.setattr(preloading, "ForkServer", StandIn)
+    """A run whose torch cannot be imported."""
+    (tmp_path / "torch.py").write_text("raise ImportError('cannot import torch')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.delenv(FORK_SERVER, raising=False)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("SLIME_ACCELERATOR", "cpu")
+    monkeypatch.delitem(sys.modules, "ray", raising=False)
     return Namespace(output_dir=str(tmp_path), experiment_name="run", save=None)
 
 
 def test_inside_a_cluster_that_preloads_everybody_uses_its_process_until_it_ends(args: Namespace) -> None:
-    with preloading.preloading(fork_server_log(args), {"OMP_NUM_THREADS": "1"}, trainer=None, has_engines=True):
-        shared = fork_server_of(fork_server_log(args))
+    log = fork_server_log(args)
+    with preloading.preloading(log, {"OMP_NUM_THREADS": "1"}, trainer=None, has_engines=True):
+        shared = fork_server_of(log)
         assert isinstance(shared, ClusterForkServer)
-        assert shared.socket_path.endswith("/run/engines/socket of it")
-        shared.stop()
-        shared.raise_if_dead()
+        folder = Path(os.environ[WORKER_FORKS].split()[1])
+        assert Path(shared.socket_path).is_relative_to(folder)
+        wait_until(lambda: "cannot import torch" in log.read_text(), Deadline(600, "the error of the import"))
+        wait_until(lambda: not Path(shared.socket_path).parent.exists(), Deadline(600, "the end, for who waits for it"))
+        assert (folder / "worker").exists()
     assert FORK_SERVER not in os.environ
     assert WORKER_FORKS not in os.environ
-    with pytest.raises(EngineError, match=r"(?s)preloads SGLang \(pid \d+\) has ended.*cannot import sglang"):
+    with pytest.raises(EngineError, match=r"(?s)preloads SGLang \(pid \d+\) has ended.*cannot import torch"):
         shared.raise_if_dead()
 
 
-def test_elsewhere_everybody_starts_one(args: Namespace) -> None:
+def test_elsewhere_everybody_starts_one(args: Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preloading, "ForkServer", StandIn)
     own = fork_server_of(fork_server_log(args))
     assert isinstance(own, StandIn)
-    own.stop()
+    assert own.log_path == fork_server_log(args)
+
+
+@pytest.mark.parametrize("is_changed", [False, True], ids=["same variables", "a user's function has set a variable"])
+def test_a_run_uses_the_imports_that_began_before_its_flags_were_read(
+    args: Namespace, monkeypatch: pytest.MonkeyPatch, is_changed: bool
+) -> None:
+    with imports_begun(["--hf-checkpoint", "model"]):
+        process = preloading._begun[0].process
+        if is_changed:
+            monkeypatch.setenv("READ_BY_A_MODULE", "1")
+        monkeypatch.setenv("RAY_READ_LATER", "1")
+        with preloading.preloading(fork_server_log(args), forks_env(), trainer=None, has_engines=False):
+            used = int(os.environ[WORKER_FORKS].split()[0])
+            assert (used == process.pid) is not is_changed
+            assert FORK_SERVER not in os.environ
+        assert preloading._is_gone(used)
+    assert preloading._is_gone(process.pid)
+
+
+def test_imports_of_a_command_line_that_starts_no_run_end(args: Namespace) -> None:
+    with imports_begun([]):
+        process = preloading._begun[0].process
+        assert process.exit_code() is None
+    assert process.exit_code() is not None
+    assert not preloading._begun
+
+
+@pytest.mark.parametrize(
+    ("word", "variables"),
+    [
+        ("--help", {}),
+        ("--help-all", {}),
+        ("--fp32", {"RAY_ADDRESS": "node:6379"}),
+        ("--fp32", {"SLIME_ACCELERATOR": "cuda"}),
+        ("--fp32", {"SLIME_ACCELERATOR": "unknown"}),
+    ],
+)
+def test_no_import_begins_for_help_in_an_existing_cluster_and_on_a_gpu(
+    args: Namespace, monkeypatch: pytest.MonkeyPatch, word: str, variables: dict[str, str]
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with imports_begun([word]):
+        assert not preloading._begun
