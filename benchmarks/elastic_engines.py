@@ -1,10 +1,10 @@
-"""One run whose engines grow to three, are preempted at random moments, and shrink to one: a table of a page.
+"""Runs whose engines grow to three, are preempted at random moments, and shrink to one: a table of a page.
 
-    python benchmarks/elastic_engines.py [--preemptions 5] [--seed 0] [--write]
+    python benchmarks/elastic_engines.py [--seeds 3] [--seed 0] [--preemptions 5] [--write]
 
-The page is docs/reliability.md. The run has one trainer rank and real engines on a CPU. SIGTERM goes to the server or
-the actor of a random engine, at a random moment of a rollout. In the end the ledger must know of no prompt that was
-lost or trained on twice, and every rollout must have the tokens of one version of the weights.
+The page is docs/reliability.md. Each seed is one run with one trainer rank and real engines on a CPU. SIGTERM goes to
+the server or the actor of a random engine, at a random moment of a rollout. In the end the ledger must know of no
+prompt that was lost or trained on twice, and every rollout must have the tokens of one version of the weights.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,7 @@ def measure(num_preemptions: int, seed: int, num_rollout: int) -> dict[str, Any]
         left = [float(found) for found in re.findall(r"has left, ([\d.]+) s after", text)]
         continued = sum(len(sample["weight_versions"]) > 1 for dump in dumps for sample in dump)
         return {
+            "seed": seed,
             "ledger": ledger.getvalue().strip().splitlines()[-1],
             "is_clean": status == 0,
             "rollouts": len(dumps),
@@ -102,38 +104,49 @@ def measure(num_preemptions: int, seed: int, num_rollout: int) -> dict[str, Any]
         }
 
 
-def page_part(found: dict[str, Any], num_preemptions: int) -> str:
-    ready, left = found["ready_s"], found["left_s"]
-    return "\n".join(
-        [
-            f"One to three to one engines and {num_preemptions} random preemptions in {found['rollouts']} rollouts:",
-            "",
-            "| quantity | figure |",
-            "|---|---|",
-            f"| ledger | {found['ledger']} |",
-            f"| samples that another engine continued | {found['continued']} |",
-            f"| engines that died instead of leaving | {found['deaths']} |",
-            f"| seconds from SIGTERM or request to the end of its requests | median {statistics.median(left):.1f}, "
-            f"longest {max(left):.1f} |",
-            f"| seconds until a joining engine served, after its start | {', '.join(f'{s:.1f}' for s in ready)} |",
-        ]
+def page_part(runs: Sequence[Mapping[str, Any]], num_preemptions: int) -> str:
+    lines = [f"One to three to one engines and {num_preemptions} random preemptions in each run:", ""]
+    titles = (
+        "seed",
+        "rollouts",
+        "ledger",
+        "samples that another engine continued",
+        "engines that died instead of leaving",
     )
+    lines += [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    for run in runs:
+        cells = (run["seed"], run["rollouts"], run["ledger"], run["continued"], run["deaths"])
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    ready, left = (sorted(s for run in runs for s in run[key]) for key in ("ready_s", "left_s"))
+    lines += ["", f"* An engine that leaves: from SIGTERM or the request to the end of its requests, {_spread(left)}."]
+    lines.append(f"* An engine that joins: until it serves, after its start, {_spread(ready)}.")
+    return "\n".join(lines)
+
+
+def _spread(seconds: Sequence[float]) -> str:
+    """``seconds`` are sorted."""
+    if not seconds:
+        return "none was seen"
+    return f"median {statistics.median(seconds):.1f} s, longest {seconds[-1]:.1f} s ({len(seconds)} times)"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preemptions", type=int, default=5, help="number of SIGTERMs")
-    parser.add_argument("--seed", type=int, default=0, help="of engines and moments")
+    parser.add_argument("--seeds", type=int, default=3, help="number of runs")
+    parser.add_argument("--seed", type=int, default=0, help="of engines and moments of the first run")
     parser.add_argument("--rollouts", type=int, default=1000, help="the run ends earlier, after the last change")
     parser.add_argument("--write", action="store_true", help="write the figures into docs/reliability.md")
     options = parser.parse_args()
-    found = measure(options.preemptions, options.seed, options.rollouts)
-    print(found)
-    part = page_part(found, options.preemptions)
+    runs = []
+    for seed in range(options.seed, options.seed + options.seeds):
+        runs.append(measure(options.preemptions, seed, options.rollouts))
+        print(runs[-1], flush=True)
+    part = page_part(runs, options.preemptions)
     print(part)
     if options.write:
         PAGE.write_text(with_part(PAGE.name, PAGE.read_text(encoding="utf-8"), _MARKS, part), encoding="utf-8")
-    return int(not found["is_clean"])
+    return int(not all(run["is_clean"] for run in runs))
 
 
 if __name__ == "__main__":

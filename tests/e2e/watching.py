@@ -84,8 +84,9 @@ def read_engines_url(output: Path) -> str | None:
 
 
 def serving(engines: str) -> list[str]:
-    """Urls of the engines that serve, by number."""
-    return [engine["url"] for engine in read(engines)["engines"] if engine["state"] == "serving"]
+    """Urls of the engines that serve, by number. None if the run does not answer: it is busy, or it has ended."""
+    found = read(engines) or {"engines": []}
+    return [engine["url"] for engine in found["engines"] if engine["state"] == "serving"]
 
 
 def is_generating(engine: str) -> bool:
