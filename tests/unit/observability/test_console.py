@@ -13,7 +13,7 @@ import pytest
 
 from slime.data.sample import Sample
 from slime.observability import terminal
-from slime.observability.console import Console, ConsoleArgs, Row, StartTimes, duration, joined
+from slime.observability.console import START, Console, ConsoleArgs, Row, StartTimes, duration, joined
 from slime.observability.sample_record import Example
 from slime.observability.terminal import NARROW, WIDE, Terminal
 
@@ -56,6 +56,8 @@ def row(rollout_id: int, reward: float = 0.391, **more: Any) -> Row:
 def console(columns: int = WIDE, rollouts: range = range(30), **settings: Any) -> tuple[Console, Screen, Clock]:
     values: dict[str, Any] = {"eval_datasets": [SimpleNamespace(name="rev")], "eval_interval": 10}
     screen, clock = Screen(columns), Clock()
+    if START:  # of another test of this process, which started Ray
+        START.pop()
     made = Console(
         ConsoleArgs(**{**values, "n_samples_per_prompt": 4, **settings}), Path("outputs/run"), screen, clock, -61.0
     )
