@@ -23,8 +23,6 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-import numpy as np
-
 from slime.data.chat import SpecialTokens, render_chat
 from slime.data.media import expand_media, has_media, process_vision_info, run_processor
 from slime.data.sample import Sample
@@ -315,7 +313,7 @@ def _tools(where: str, row: Row, key: str | None) -> list[Any] | None:
     if isinstance(value, str):
         value = parse_json(f"{where}: {key!r} (--tool-key)", value)
     # An array of Parquet.
-    if isinstance(value, np.ndarray):
+    if hasattr(value, "tolist"):
         value = value.tolist()
     if not isinstance(value, list):
         raise DataError(f"{where}: {key!r} (--tool-key) must be a list of tools, not {type(value).__name__}")
