@@ -96,12 +96,18 @@ def test_a_whole_run_has_never_begun_more_groups_than_its_batches_and_the_bound(
 
 
 def test_responses_begun_too_long_ago_are_thrown_away_and_their_prompts_drawn_again(setup):
-    asked = Counter()
+    asked, lock, are_answered = Counter(), threading.Lock(), threading.Event()
 
     def with_versions(payload, number):
         prompt = tuple(payload["input_ids"])
-        asked[prompt] += 1
-        is_old = prompt in list(asked)[:2] and asked[prompt] <= 2  # both samples of the first two groups
+        with lock:
+            asked[prompt] += 1
+            first = list(asked)[:2]
+            is_old = prompt in first and asked[prompt] <= 2  # both samples of the first two groups
+            if len(first) == 2 and min(asked[one] for one in first) >= 2:
+                are_answered.set()
+        if not is_old:  # a batch must not be full before the old groups are seen
+            are_answered.wait(600)
         reply = completion(payload, [5])
         reply["meta_info"]["weight_version"] = "3" if is_old else "6"
         return 200, reply
