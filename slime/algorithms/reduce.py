@@ -13,6 +13,8 @@ from typing import TypeAlias
 
 import torch
 
+from slime.utils.memory_utils import copy_to
+
 Reducer: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """Flat ``[N]`` values of the response tokens, in sample order -> scalar."""
 
@@ -58,9 +60,7 @@ class Samples:
 
     def spread(self, per_sample: torch.Tensor) -> torch.Tensor:
         """``[n]`` -> ``[N]``, each value at all tokens of its sample. Differentiable."""
-        lengths = torch.tensor(list(self.response_lengths), dtype=torch.int64, device=per_sample.device)
-        # output_size: without it the host waits for the device to sum the lengths
-        return per_sample.repeat_interleave(lengths, output_size=sum(self.response_lengths))
+        return repeated(per_sample, self.response_lengths)
 
 
 def make_reducer(
@@ -96,8 +96,7 @@ def make_reducer(
     if not per_token:
         # clamp: a fully masked rollout adds 0 and not 0 / 0
         denominators = rollout_mask_sums.to(device=mask.device, dtype=torch.float32).clamp(min=1.0)
-        lengths = torch.tensor(list(response_lengths), device=mask.device)
-        weights = weights / denominators.repeat_interleave(lengths, output_size=mask.numel())
+        weights = weights / repeated(denominators, response_lengths)
     is_trained = mask != 0
 
     def reduce(values: torch.Tensor) -> torch.Tensor:
@@ -111,12 +110,18 @@ def make_reducer(
 
 def segment_sum(values: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
     """Sums of consecutive segments: ``[N]`` and n lengths that add up to N -> ``[n]`` fp32. Differentiable."""
-    counts = torch.tensor(list(lengths), device=values.device, dtype=torch.int64)
-    owner = torch.repeat_interleave(torch.arange(len(counts), device=values.device), counts)
-    if owner.numel() != values.numel():
-        raise ValueError(f"segments hold {owner.numel()} values, got {values.numel()}")
-    out = torch.zeros(len(counts), dtype=torch.float32, device=values.device)
+    if sum(lengths) != values.numel():
+        raise ValueError(f"segments hold {sum(lengths)} values, got {values.numel()}")
+    owner = repeated(torch.arange(len(lengths), device=values.device), lengths)
+    out = torch.zeros(len(lengths), dtype=torch.float32, device=values.device)
     return out.index_add(0, owner, values.float())
+
+
+def repeated(per_segment: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+    """``[n]`` and n lengths that add up to N -> ``[N]``, each value at all places of its segment. Differentiable."""
+    counts = copy_to(torch.tensor(list(lengths), dtype=torch.int64), per_segment.device)
+    # output_size: without it the host waits for the device to sum the lengths
+    return per_segment.repeat_interleave(counts, output_size=sum(lengths))
 
 
 def count_tokens(loss_masks: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -80,7 +80,8 @@ def outputs_by_sample(model: PreTrainedModel, batch: TrainBatch, read: ReadOutpu
     model.eval()
     for step in range(batch.num_steps):
         for micro_batch in batch.micro_batches(step):
-            results |= split_by_sample(read(micro_batch, run_model(model, micro_batch)), micro_batch)
+            values = read(micro_batch, run_model(model, micro_batch))
+            results |= split_by_sample(values, micro_batch.indices, micro_batch.response_lengths)
     model.train()
     return [results[index] for index in range(batch.num_samples)]
 

@@ -172,7 +172,7 @@ def outputs_of_last_stage(chunks: Sequence[Any], batch: TrainBatch, read: ReadOu
     results: dict[int, torch.Tensor] = {}
 
     def collect(micro_batch: MicroBatch, output: torch.Tensor, non_loss_data: bool = False) -> None:
-        results.update(split_by_sample(read(micro_batch, output), micro_batch))
+        results.update(split_by_sample(read(micro_batch, output), micro_batch.indices, micro_batch.response_lengths))
 
     def forward_step(micro_batches: Iterator[MicroBatch], model: Any) -> tuple[torch.Tensor, Any]:
         micro_batch = next(micro_batches)

@@ -22,7 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slime.batch.packing import PackedSequences, copy_to
+from slime.batch.packing import PackedSequences
+from slime.utils.memory_utils import copy_to
 
 
 @dataclass(frozen=True)

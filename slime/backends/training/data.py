@@ -26,6 +26,7 @@ from slime.batch.packing import PackedSequences, pack
 from slime.batch.prefixes import PrefixTree, prefix_tree
 from slime.utils import accelerator
 from slime.utils.errors import DataError
+from slime.utils.memory_utils import copy_to
 
 
 @dataclass(frozen=True)
@@ -219,14 +220,17 @@ class TrainBatch:
         """A per-response-token column of some samples, concatenated: ``[N]`` on the device. None if absent."""
         if self.columns.get(name) is None:
             return None
-        return torch.cat(self.select(name, indices)).to(self._device)
+        return copy_to(torch.cat(self.select(name, indices)), self._device)
 
     def masks(self, indices: Sequence[int]) -> list[torch.Tensor]:
-        return [mask.to(self._device) for mask in self.select("loss_masks", indices)]
+        masks = self.select("loss_masks", indices)
+        if not masks:
+            return []
+        return list(torch.split(copy_to(torch.cat(masks), self._device), [len(mask) for mask in masks]))
 
     def mask_sums(self, indices: Sequence[int]) -> torch.Tensor:
         sums: torch.Tensor = self.columns["rollout_mask_sums"]
-        return sums[torch.as_tensor(indices, dtype=torch.int64)].to(self._device)
+        return copy_to(sums[torch.as_tensor(indices, dtype=torch.int64)], self._device)
 
 
 def row_multiple(settings: BatchArgs) -> int:

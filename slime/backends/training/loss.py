@@ -240,7 +240,7 @@ def _scaled(output: LossOutput, samples: Samples, scale: LossScale, log_probs: t
         # Megatron's schedule divides by the normalizer, which must change nothing here
         normalizer, num_tokens = torch.ones_like(num_tokens), torch.zeros_like(num_tokens)
     metrics = [value.float() for value in output.metrics.values()]
-    values = torch.stack([num_tokens.to(output.loss.device).float(), *metrics])
+    values = torch.stack([num_tokens.to(device=output.loss.device).float(), *metrics])
     return MicroBatchLoss(loss, normalizer.int(), list(output.metrics), values, log_probs)
 
 

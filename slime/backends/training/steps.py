@@ -61,11 +61,10 @@ def num_trained_tokens(batch: TrainBatch, step: int, group: dist.ProcessGroup | 
     return int(trained)
 
 
-def split_by_sample(flat: torch.Tensor, micro_batch: MicroBatch) -> dict[int, torch.Tensor]:
+def split_by_sample(flat: torch.Tensor, indices: Sequence[int], lengths: list[int]) -> dict[int, torch.Tensor]:
     """``[N, ...]`` -> position in the rank's batch -> ``[R_i, ...]`` on the cpu."""
     # one copy for all samples: each would wait for the device
-    parts = torch.split(flat.detach().cpu(), micro_batch.response_lengths)
-    return dict(zip(micro_batch.indices, parts, strict=True))
+    return dict(zip(indices, torch.split(flat.detach().cpu(), lengths), strict=True))
 
 
 @dataclass
@@ -75,18 +74,25 @@ class StepRecord:
     Attributes:
         samples: positions in the rank's batch, by micro-batch.
         losses: without graph and log-probs.
-        log_probs: before the update, by position in the rank's batch.
     """
 
     samples: list[Sequence[int]] = field(default_factory=list)
     losses: list[MicroBatchLoss] = field(default_factory=list)
-    log_probs: dict[int, torch.Tensor] = field(default_factory=dict)
+    _log_probs: list[tuple[torch.Tensor, Sequence[int], list[int]]] = field(default_factory=list)
 
     def add(self, micro_batch: MicroBatch, loss: MicroBatchLoss) -> None:
+        """Keep a result on the device: a copy to the host would wait before the backward pass is given to it."""
         self.samples.append(micro_batch.indices)
         self.losses.append(replace(loss, loss=loss.loss.detach(), log_probs=None))
         if loss.log_probs is not None:
-            self.log_probs.update(split_by_sample(loss.log_probs, micro_batch))
+            self._log_probs.append((loss.log_probs, micro_batch.indices, micro_batch.response_lengths))
+
+    def log_probs(self) -> dict[int, torch.Tensor]:
+        """Those before the update, by position in the rank's batch, on the cpu."""
+        parts: dict[int, torch.Tensor] = {}
+        for flat, indices, lengths in self._log_probs:
+            parts |= split_by_sample(flat, indices, lengths)
+        return parts
 
     def metrics(self, *, per_token: bool, num_rollouts: int, group: dist.ProcessGroup | None) -> dict[str, float]:
         """Sum over micro-batches and ranks, divided by the step's trained tokens or rollouts.
@@ -148,7 +154,7 @@ def finish_step(
         if skipped and not context.objective.skip_bad:
             raise NonFiniteGradients(skipped)
     metrics |= {"grad_norm": norm, **rates, "global_batch_size": float(context.scale.num_rollouts)}
-    return StepResult(metrics, record.log_probs, skipped)
+    return StepResult(metrics, record.log_probs(), skipped)
 
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.unit.megatron_utils.tiny_families import make_family_checkpoint
-from tests.unit.megatron_utils.tiny_trainer import VOCAB
+from tests.unit.megatron_utils.tiny_trainer import VOCAB, make_args, make_batch, make_hf_model
 
 pytestmark = pytest.mark.usefixtures("megatron_groups")
 
@@ -152,6 +152,38 @@ def test_no_layer_waits_while_choices_of_experts_are_recorded_and_replayed(tmp_p
         with _no_waits():
             loss.backward()
     assert ran == [1, 2, 3] * 2 + [3, 2, 1]
+
+
+def test_the_loss_does_not_wait_so_that_the_backward_pass_follows_the_forward_pass_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from slime.algorithms import reduce
+    from slime.backends.megatron_utils import step
+    from slime.backends.megatron_utils.actor import MegatronTrainer
+    from slime.backends.training import data
+
+    def without_waits(function: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            with _no_waits():
+                return function(*args, **kwargs)
+
+        return run
+
+    calls = 0
+    for module in (reduce, data):  # pinned memory is not waited for
+        monkeypatch.setattr(module, "copy_to", lambda tensor, device: tensor)
+    monkeypatch.setattr(step, "micro_batch_loss", without_waits(step.micro_batch_loss))
+    monkeypatch.setattr(step.StepRecord, "add", without_waits(step.StepRecord.add))
+    make_hf_model("qwen3", tmp_path / "hf")
+    flags = {"use_kl_loss": True, "kl_loss_coef": 0.1, "entropy_coef": 0.1, "use_tis": True, "use_opsm": True}
+    trainer = MegatronTrainer(make_args(tmp_path / "hf", **flags), rank=0, world_size=1, with_ref=True)
+    trainer.setup()
+    batch = make_batch()
+    result = trainer.train(0, batch)
+    assert len(result.steps) == 1
+    assert calls == 2 * len(batch["micro_batch_indices"])
 
 
 def test_the_mode_finds_what_waits() -> None:
