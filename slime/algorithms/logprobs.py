@@ -4,6 +4,9 @@ Called by every forward pass of a trainer with the rows that predict response to
 gradient it needs the memory of one fp32 buffer ``[chunk, V/tp]``, or of two if all rows are one chunk. Every call makes
 two all-reduces, with any chunk size.
 
+On CUDA ``torch.compile`` makes one kernel of each pass over the logits and needs no buffer: the logits are read three
+times, and their gradient is written once. A cut vocabulary takes the buffers there, too.
+
 If top-p or top-k cut the vocabulary, the engine sampled from ``softmax(z)`` cut to a set S and scaled up to 1. The
 policy that trains is the same cut,
 
@@ -15,7 +18,8 @@ logits may lack the token that was sampled.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -23,6 +27,8 @@ import torch
 import torch.distributed as dist
 
 from slime.algorithms.arguments import CUDA_CHUNK_ROWS
+from slime.utils.memory_utils import copy_to
+from slime.utils.misc import can_compile
 
 
 @dataclass(frozen=True)
@@ -79,7 +85,7 @@ class SamplingMask:
         rows = torch.arange(len(counts)).repeat_interleave(counts)
         device = flat.device if device is None else device
         ends = counts.cumsum(0).tolist()
-        return cls(flat.to(device), rows.to(device), (counts > 0).to(device), [0, *ends])
+        return cls(copy_to(flat, device), copy_to(rows, device), copy_to(counts > 0, device), [0, *ends])
 
     def __len__(self) -> int:
         return len(self.borders) - 1
@@ -220,9 +226,17 @@ class _LogProbs(torch.autograd.Function):
         # rows: sum of exp, target's logit, sum of exp * logit (only for the entropy), so that one all-reduce is enough
         sums = torch.zeros(3 if plan.with_entropy else 2, num_rows, dtype=torch.float32, device=logits.device)
         local = logits[:, : plan.shard.num_ids]
+        is_compiled = _runs_compiled(local, keep)
+        if is_compiled:
+            index, is_mine = _local_index(targets, plan.shard)
+            of_targets = local.gather(1, index).squeeze(1).float() * plan.scale - top
+            sums[1] = torch.where(is_mine, of_targets, 0.0)
+            sums[0], weighted = _compiled(_sums_of_exp)(local, top, plan.scale)
+            if plan.with_entropy:
+                sums[2] = weighted
         width = _scratch(1 + plan.with_entropy, keep)
-        buffers = plan.buffers(logits, 1 + plan.with_entropy, width)
-        for rows in plan.chunks(num_rows, width):
+        buffers = [] if is_compiled else plan.buffers(logits, 1 + plan.with_entropy, width)
+        for rows in () if is_compiled else plan.chunks(num_rows, width):
             z = _shifted(local[rows], plan.scale, top[rows], out=_head(buffers[0], rows))
             index, is_mine = _local_index(targets[rows], plan.shard)
             if keep is not None:
@@ -258,6 +272,15 @@ class _LogProbs(torch.autograd.Function):
         out = torch.empty_like(logits)
         # columns of padding: empty_like has arbitrary content, and the chunks do not write there
         out[:, plan.shard.num_ids :] = 0
+        if _runs_compiled(logits, ctx.keep):
+            index, is_mine = _local_index(targets, plan.shard)
+            column = torch.where(is_mine, index.squeeze(1), -1)
+            of_entropy = (grad_entropy, entropy) if plan.with_entropy_grad else None
+            num_ids = plan.shard.num_ids
+            _compiled(_write_gradient)(
+                out[:, :num_ids], logits[:, :num_ids], log_norm, column, grad_log_probs, of_entropy, plan.scale
+            )
+            return out, None, None, None
         # an fp32 output is its own scratch buffer
         writes_in_place = out.dtype == torch.float32
         count = (not writes_in_place) + plan.with_entropy_grad
@@ -283,6 +306,48 @@ class _LogProbs(torch.autograd.Function):
             if not writes_in_place:
                 local_out.copy_(grad)
         return out, None, None, None
+
+
+def _runs_compiled(logits: torch.Tensor, keep: Keep | None) -> bool:
+    return logits.is_cuda and logits.numel() > 0 and keep is None and can_compile()
+
+
+@functools.cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function)
+
+
+def _sums_of_exp(logits: torch.Tensor, top: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Per row with ``z = logits * scale - top``: the sums of exp(z) and of exp(z) z, fp32."""
+    z = logits.float() * scale - top.unsqueeze(1)
+    exp = z.exp()
+    return exp.sum(1), (exp * z).sum(1)
+
+
+def _write_gradient(
+    out: torch.Tensor,
+    logits: torch.Tensor,
+    log_norm: torch.Tensor,
+    column: torch.Tensor,
+    to_log_probs: torch.Tensor,
+    of_entropy: tuple[torch.Tensor, torch.Tensor] | None,
+    scale: float,
+) -> None:
+    """Fill ``out`` with the gradient of the logits.
+
+    Args:
+        log_norm: ``[N]``, log of the sum of all ranks' exp.
+        column: ``[N]``, that of the target. -1: another rank has it.
+        of_entropy: the gradient of the entropy, and the entropy. None: it gets none.
+    """
+    log_p = logits.float() * scale - log_norm.unsqueeze(1)
+    target_grad = factor = to_log_probs.unsqueeze(1)
+    if of_entropy is not None:
+        to_entropy, entropy = of_entropy
+        factor = factor + to_entropy.unsqueeze(1) * (log_p + entropy.unsqueeze(1))
+    ids = torch.arange(logits.shape[1], device=logits.device)
+    of_targets = torch.where(ids == column.unsqueeze(1), target_grad, 0.0)
+    out.copy_((of_targets - log_p.exp() * factor) * scale)
 
 
 def _row_max(logits: torch.Tensor, targets: torch.Tensor, plan: _Plan, keep: Keep | None) -> torch.Tensor:

@@ -6,10 +6,7 @@ object from them.
 
 from __future__ import annotations
 
-import importlib.util
 import logging
-import os
-import shutil
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -81,10 +78,11 @@ def build_config(run: RunConfig, shape: ModelShape | None = None) -> Transformer
 
     from slime.backends.training.optimizer import dtype_of
     from slime.utils import accelerator
+    from slime.utils.misc import can_compile
 
     kwargs = transformer_config_kwargs(run, shape)
     is_cpu = accelerator.current().is_cpu
-    fuses = _can_fuse(is_cpu=is_cpu)
+    fuses = not is_cpu and can_compile()  # the reference numbers of a CPU are those of single operators
     model, dtype = run[ModelArgs], dtype_of(run[PrecisionArgs])
     config_class = MLATransformerConfig if kwargs["multi_latent_attention"] else TransformerConfig
     has_te = has_te_attention(run.args, is_latent=kwargs["multi_latent_attention"])
@@ -103,21 +101,6 @@ def build_config(run: RunConfig, shape: ModelShape | None = None) -> Transformer
     config.delta_rule_backend = run[PluginArgs].qwen_gdn_backend
     config.has_te_attention = has_te
     return config
-
-
-def _can_fuse(*, is_cpu: bool) -> bool:
-    """Whether torch.compile makes kernels here, for which triton starts a C compiler."""
-    if is_cpu:
-        return False  # the reference numbers are those of single operators
-    compilers = [os.environ.get("CC") or "cc", "gcc", "clang"]
-    missing = [] if importlib.util.find_spec("triton") else ["the package triton"]
-    missing += [] if any(map(shutil.which, compilers)) else ["a C compiler (apt-get install gcc, or set CC)"]
-    if missing:
-        logger.warning(
-            "SwiGLU and dropout run as single operators, which costs a few percent of a step: torch.compile lacks %s.",
-            " and ".join(missing),
-        )
-    return not missing
 
 
 def _layers(shape: ModelShape) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 
+from slime.algorithms import logprobs
 from slime.algorithms.logprobs import SamplingMask, log_probs_and_entropy
 from tests.unit.algorithms.two_ranks import computed, run_ranks
 from tests.verification import verify
@@ -60,6 +61,27 @@ def test_one_rank_equals_log_softmax_and_its_gradient(case):
     actual = computed(case, case["logits"])
     assert_equal_results(actual, expected(case))
     assert torch.all(actual["grad"][:, case["vocab_size"] :] == 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("with_entropy_grad", [False, True])
+@pytest.mark.parametrize("case", CASES[::4], ids=lambda c: f"v{c['vocab_size']}-t{c['temperature']}")
+def test_the_functions_that_cuda_compiles_give_the_same_values_and_gradients(
+    case, with_entropy_grad, dtype, monkeypatch
+):
+    settings = {"vocab_size": case["vocab_size"], "temperature": case["temperature"]}
+    found = []
+    for is_compiled in (False, True):
+        monkeypatch.setattr(logprobs, "_runs_compiled", lambda *_, answer=is_compiled: answer)
+        monkeypatch.setattr(logprobs, "_compiled", lambda function: function)
+        leaf = case["logits"].clone().to(dtype).requires_grad_()
+        log_probs, entropy = log_probs_and_entropy(
+            leaf, case["targets"], with_entropy=True, with_entropy_grad=with_entropy_grad, **settings
+        )
+        (log_probs @ case["w_lp"] + (entropy @ case["w_h"] if with_entropy_grad else 0.0)).backward()
+        found.append((log_probs.detach(), entropy.detach(), leaf.grad))
+    for separate, fused in zip(*found, strict=True):
+        torch.testing.assert_close(fused, separate, atol=1e-5, rtol=1e-2 if fused.dtype == torch.bfloat16 else 1e-5)
 
 
 def test_two_gloo_ranks_equal_log_softmax_even_where_one_holds_only_padding(tmp_path):
@@ -247,8 +269,7 @@ def test_a_cpu_takes_all_rows_at_once_by_default():
     assert peaks[None] == peaks[-1] > 2 * peaks[100]
 
 
-def test_cuda_takes_chunks_by_default(monkeypatch):
-    from slime.algorithms import logprobs
+def test_cuda_without_a_compiler_takes_chunks_by_default(monkeypatch):
     from slime.algorithms.arguments import AlgorithmArgs
 
     assert AlgorithmArgs().log_probs_chunk_size is None
@@ -261,6 +282,7 @@ def test_cuda_takes_chunks_by_default(monkeypatch):
         return iter(parts)
 
     monkeypatch.setattr(logprobs._Plan, "chunks", chunks)
+    monkeypatch.setattr(logprobs, "can_compile", lambda: False)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     log_probs_and_entropy(torch.randn(2500, 4), torch.zeros(2500, dtype=torch.int64), chunk_size=None)
     assert rows == [1024, 1024, 452]
