@@ -149,6 +149,18 @@ def test_swiglu_on_a_cpu_equals_single_operators_and_joins_no_halves(
     assert not {"aten::cat", "aten::sigmoid"} & set(operators.names)
 
 
+def test_the_norm_of_all_gradients_is_computed_without_reading_that_of_each() -> None:
+    install()
+    from megatron.core.optimizer import clip_grads
+
+    gradients = [torch.randn(3, 5), torch.randn(7), torch.randn(2, 2, 2)]
+    with Operators() as operators:
+        norm, _ = clip_grads.multi_tensor_applier(clip_grads.l2_norm_impl, torch.zeros(1), [gradients], False)
+    assert norm.shape == (1,)
+    torch.testing.assert_close(norm[0], torch.cat([one.flatten() for one in gradients]).norm())
+    assert "aten::_local_scalar_dense" not in operators.names
+
+
 def test_a_reduction_of_a_non_contiguous_tensor_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     install()
     from megatron.core.tensor_parallel import mappings

@@ -41,6 +41,7 @@ def install() -> None:
         repair_swiglu_on_cpu()
         repair_expert_dispatch_on_cpu()
         repair_overlapped_sends_on_cpu()
+    repair_gradient_norm()
     repair_optimizer_slices()
     repair_mixed_precision_optimizers()
     repair_distributed_optimizer_checkpoints()
@@ -78,6 +79,23 @@ def repair_reduce() -> None:
         return x
 
     mappings._reduce = _reduce
+
+
+def repair_gradient_norm() -> None:
+    """The norm of the gradients is computed tensor after tensor, and the host waits for the device after each.
+
+    Why: ``local_multi_tensor_l2_norm`` collects the norms with ``torch.tensor``, which reads each of them.
+    Upstream: core_v0.16.1 without TransformerEngine and Apex. Delete when the norms are added up on the device.
+    """
+    from megatron.core.optimizer import clip_grads
+    from megatron.core.utils import local_multi_tensor_l2_norm
+
+    def l2_norm(_: Any, __: Any, tensor_lists: list[list[torch.Tensor]], *___: Any) -> tuple[torch.Tensor, None]:
+        norms = [norm for tensors in tensor_lists for norm in torch._foreach_norm(tensors)]
+        return torch.linalg.vector_norm(torch.stack(norms)).reshape(1), None
+
+    if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:
+        clip_grads.l2_norm_impl = l2_norm
 
 
 def repair_optimizer_slices() -> None:
