@@ -58,6 +58,26 @@ def test_kernels_that_were_asked_for_and_are_not_installed_are_an_error(monkeypa
         select_delta_rule("flashqla")
 
 
+@pytest.mark.parametrize("version", ["3.4.0", "3.6.0", "3.7.1"])
+def test_kernels_whose_gradients_triton_computes_wrongly_are_refused_before_the_first_step(
+    version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from slime.backends.megatron_utils.model import gated_delta_net
+
+    _install(monkeypatch, "fla.ops.gated_delta_rule", None)
+    monkeypatch.setattr(gated_delta_net.metadata, "version", lambda _: version)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    if version == "3.7.1":
+        assert gated_delta_net.select_delta_rule("fla") is not gated_delta_net.gated_delta_rule
+        return
+    with pytest.raises(
+        ConfigError, match=rf"triton {version} computes wrong gradients.* 'triton>=3\.7\.1' or tilelang"
+    ):
+        gated_delta_net.select_delta_rule("fla")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
+    gated_delta_net.select_delta_rule("fla")  # not on other GPUs
+
+
 @pytest.mark.parametrize(("backend", "module"), [("fla", "fla.ops.gated_delta_rule"), ("flashqla", "flash_qla")])
 def test_a_kernel_is_called_as_its_library_wants_and_gives_what_plain_torch_gives(
     backend: str, module: str, monkeypatch: pytest.MonkeyPatch

@@ -21,9 +21,10 @@ sequences of its share of the heads (arXiv 2309.14509).
 from __future__ import annotations
 
 import functools
-import importlib
+import importlib.util
 import logging
 from collections.abc import Callable
+from importlib import metadata
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
+from packaging.version import Version
 
 from slime.backends.megatron_utils.model.attention import PackedSegments, Sequences
 from slime.utils import accelerator
@@ -187,7 +189,7 @@ def select_delta_rule(backend: str) -> DeltaRule:
     """The kernels of ``--qwen-gdn-backend``. On a CPU, and where fla (the default) is not installed: plain torch.
 
     Raises:
-        ConfigError: the package that was asked for is not installed.
+        ConfigError: the package that was asked for is not installed, or Triton computes wrong gradients of its kernels.
     """
     if accelerator.current().is_cpu:
         return gated_delta_rule
@@ -202,7 +204,20 @@ def select_delta_rule(backend: str) -> DeltaRule:
             f"--qwen-gdn-backend {backend} needs the package {package} where the trainer runs ({error}): install it, "
             "or leave the flag out."
         ) from None
+    if backend == "fla" and _has_wrong_gradients():
+        raise ConfigError(
+            f"--qwen-gdn-backend fla: triton {metadata.version('triton')} computes wrong gradients of gated delta nets "
+            "on Hopper GPUs (flash-linear-attention's issue 640): pip install 'triton>=3.7.1' or tilelang. Without "
+            "flash-linear-attention the layers run in plain torch, which is slow."
+        )
     return functools.partial(_run_kernel, kernel)
+
+
+def _has_wrong_gradients() -> bool:
+    """Whether fla's kernels refuse their backward pass here, which would end the first training step."""
+    if not Version("3.4.0") <= Version(metadata.version("triton")) < Version("3.7.1"):
+        return False
+    return torch.cuda.get_device_capability()[0] == 9 and importlib.util.find_spec("tilelang") is None
 
 
 @functools.cache
