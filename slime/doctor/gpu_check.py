@@ -73,8 +73,10 @@ def run_sections(names: Sequence[str], *, is_small: bool, limit_s: float = SECTI
         log, lines = Path(folder, "log"), Path(folder, "lines")
         lines.touch()
         argv = [sys.executable, "-m", "slime.doctor.gpu_check", str(lines), *(["--small"] if is_small else []), *names]
-        # torch refuses products of matrices in deterministic mode without it
-        process = GuardedProcess(argv, log_path=log, env={"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} | os.environ)
+        # torch refuses products of matrices in deterministic mode without the first. Ray gives its workers the second:
+        # with 16 threads an operator of the host took up to 60 ms between the kernels of a step
+        usual = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "OMP_NUM_THREADS": "1"}
+        process = GuardedProcess(argv, log_path=log, env=usual | os.environ)
         started, name = time.monotonic(), names[0]
         try:
             with lines.open(encoding="utf-8") as file:
