@@ -240,7 +240,7 @@ def _rewards_by_source(prompt_data: str, key: str | None, samples: Sequence[Samp
 
 
 def mean_reward(rewards: Sequence[Any]) -> dict[str, float]:
-    """``rollout/raw_reward`` of a rollout that is not trained on. Empty if a reward is not a number."""
+    """``rollout/raw_reward`` of a rollout before it is trained on. Empty if a reward is not a number."""
     if not rewards or not all(isinstance(reward, int | float) for reward in rewards):
         return {}
     return {"rollout/raw_reward": statistics.fmean(rewards)}

@@ -135,11 +135,11 @@ class RolloutManager:
         self._finished.write(samples, rollout_id, "rollout")
         seconds = time.monotonic() - started
         metrics = log_rollout_data(rollout_id, self._args, samples, metrics, seconds, self._log_rollout)
+        rewards = [s.reward.get(self._args.reward_key) if isinstance(s.reward, dict) else s.reward for s in samples]
+        metrics = mean_reward(rewards) | metrics  # what the trainer reports replaces it
         result = RolloutResult.of(samples, metrics)
-        if self._args.debug_rollout_only:  # otherwise the trainer reports the reward
-            key = self._args.reward_key
-            rewards = [s.reward.get(key) if key and isinstance(s.reward, dict) else s.reward for s in samples]
-            return replace(result, metrics=mean_reward(rewards) | metrics)
+        if self._args.debug_rollout_only:
+            return result
         shipment = self._shipper.ship(rollout_id, groups)
         metrics["rollout/dropped_samples"] = float(shipment.num_dropped_samples)
         num_passing = shipment.cost()

@@ -158,6 +158,13 @@ def test_samples_that_fill_no_step_are_a_metric(tmp_path: Path, monkeypatch: pyt
     made.dispose()
 
 
+def test_a_rollout_has_its_mean_reward_before_it_is_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollout_module, "boxed", lambda batch, transport: batch)
+    made = make_manager(tmp_path)
+    assert made.generate(0).metrics["rollout/raw_reward"] == 1.0
+    made.dispose()
+
+
 def test_the_share_of_tokens_that_pass_the_trainer_is_a_metric(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rollout_module, "boxed", lambda batch, transport: batch)
     made = make_manager(tmp_path, "--share-prefixes", "--micro-batch-size", "2")
