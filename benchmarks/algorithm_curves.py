@@ -98,7 +98,7 @@ def warm_start(output: Path, size: Size) -> TinyTask:
     task = make_tiny_task(output / "task")
     # All algorithms share it: curves that start from different models cannot be compared.
     if not (output / "warm_start" / "hf").exists():
-        run_train("supervised warm start", warm_start_command(task, size, output), output)
+        run_train("supervised warm start", warm_start_command(task, size, output))
     return task
 
 
@@ -151,7 +151,7 @@ def run(name: str, rollouts: int, output: Path) -> dict[str, Any]:
     # Files of an earlier run must not mix with the new ones: both would be one curve.
     shutil.rmtree(output / name, ignore_errors=True)
     started = time.monotonic()
-    run_train(ALGORITHMS[name].title, command(name, task, size, output), output)
+    run_train(ALGORITHMS[name].title, command(name, task, size, output))
     seconds = time.monotonic() - started
     records = read_metrics(output, name)
     return {

@@ -166,8 +166,8 @@ def main() -> None:
 
     started = time.monotonic()
     task = make_tiny_task(output / "task")
-    run_train("supervised warm start", warm_start_command(task, size, output), output)
-    run_train("GRPO", grpo_command(task, size, output), output)
+    run_train("supervised warm start", warm_start_command(task, size, output))
+    run_train("GRPO", grpo_command(task, size, output))
     records = read_metrics(output, "grpo")
     questions = ["12+34=", "58+67=", "99+99="]
     answers = ask(output / "hf", questions)

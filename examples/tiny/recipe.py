@@ -114,7 +114,7 @@ def warm_start(
         *("--save", folder / "checkpoints", "--save-interval", save_interval or rollouts),
         *("--save-hf", folder / "hf_{rollout_id}", "--output-dir", output, "--experiment-name", "warm_start", *flags),
     ]
-    run_train("supervised warm start", command, output)
+    run_train("supervised warm start", command)
     return str(folder / f"hf_{rollouts - 1}")
 
 
@@ -143,7 +143,7 @@ def learn(
         *("--output-dir", output, "--experiment-name", "grpo"),
     ]
     # The example's flags come last, so that they win.
-    run_train(title, [*common, *flags], output, script)
+    run_train(title, [*common, *flags], script)
     return read_metrics(output, "grpo")
 
 
@@ -180,11 +180,11 @@ def run_environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
 
 
-def run_train(name: str, flags: Sequence[Any], output: Path, script: str = "train.py") -> None:
+def run_train(name: str, flags: Sequence[Any], script: str = "train.py") -> None:
     """Run the driver with its output on the screen. A failure ends the example."""
     command = [sys.executable, str(ROOT / script), *map(str, flags)]
     print(f"\n=== {name} ===\n{' '.join(command)}\n", flush=True)
-    process = subprocess.Popen(command, cwd=output, env=run_environment())
+    process = subprocess.Popen(command, env=run_environment())
     try:
         status = process.wait(PHASE_TIMEOUT_S)
     finally:

@@ -64,7 +64,7 @@ class Driver:
     def __init__(self) -> None:
         self.runs: list[list[str]] = []
 
-    def __call__(self, name, flags, output, script="train.py"):
+    def __call__(self, name, flags, script="train.py"):
         words = [str(flag) for flag in flags]
         args, problems = parse_only(words, is_async=script == "train_async.py")
         assert problems == []

@@ -31,7 +31,7 @@ class Training:
     def __init__(self) -> None:
         self.started: list[str] = []
 
-    def __call__(self, title: str, flags: Sequence[Any], output: Path) -> None:
+    def __call__(self, title: str, flags: Sequence[Any]) -> None:
         args, problems = parse_only([str(flag) for flag in flags])
         assert problems == []
         assert args is not None
