@@ -272,14 +272,13 @@ class _LogProbs(torch.autograd.Function):
         out = torch.empty_like(logits)
         # columns of padding: empty_like has arbitrary content, and the chunks do not write there
         out[:, plan.shard.num_ids :] = 0
-        if _runs_compiled(logits, ctx.keep):
+        local = logits[:, : plan.shard.num_ids]
+        if _runs_compiled(local, ctx.keep):
             index, is_mine = _local_index(targets, plan.shard)
             column = torch.where(is_mine, index.squeeze(1), -1)
             of_entropy = (grad_entropy, entropy) if plan.with_entropy_grad else None
-            num_ids = plan.shard.num_ids
-            _compiled(_write_gradient)(
-                out[:, :num_ids], logits[:, :num_ids], log_norm, column, grad_log_probs, of_entropy, plan.scale
-            )
+            write = _compiled(_write_gradient)
+            write(out[:, : plan.shard.num_ids], local, log_norm, column, grad_log_probs, of_entropy, plan.scale)
             return out, None, None, None
         # an fp32 output is its own scratch buffer
         writes_in_place = out.dtype == torch.float32
@@ -288,9 +287,9 @@ class _LogProbs(torch.autograd.Function):
         buffers = plan.buffers(logits, count, width)
         for rows in plan.chunks(logits.shape[0], width):
             target_grad = grad_log_probs[rows].unsqueeze(1)
-            local, local_out = logits[rows, : plan.shard.num_ids], out[rows, : plan.shard.num_ids]
+            local_out = out[rows, : plan.shard.num_ids]
             work = local_out if writes_in_place else _head(buffers[0], rows)
-            log_p = _shifted(local, plan.scale, log_norm[rows], out=work)
+            log_p = _shifted(local[rows], plan.scale, log_norm[rows], out=work)
             index, is_mine = _local_index(targets[rows], plan.shard)
             if ctx.keep is not None:
                 log_p.masked_fill_(_dropped(ctx.keep, rows, index, is_mine, plan.shard), -torch.inf)

@@ -288,8 +288,8 @@ def _waits_at(step: Callable[[], object]) -> dict[str, int]:
     def count(message: Warning | str, *_: Any, **__: Any) -> None:
         if "synchronizing" not in str(message):
             return
-        frames = traceback.extract_stack()
-        lines = [f"{Path(frame.filename).name}:{frame.lineno}" for frame in frames if "/torch/" not in frame.filename]
+        frames = [frame for frame in traceback.extract_stack() if not frame.filename.startswith(torch.__path__[0])]
+        lines = [f"{Path(frame.filename).name}:{frame.lineno}" for frame in frames]
         found[lines[-3]] += 1  # the last two are of the warning
 
     with warnings.catch_warnings():
