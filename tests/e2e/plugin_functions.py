@@ -20,6 +20,22 @@ async def share_of_sevens_unless_held(args, sample, **kwargs):
     return await share_of_sevens(args, sample, **kwargs)
 
 
+async def generate_while_held(args, sample, sampling_params):
+    """Generate again and again while the run's folder has a file ``hold``, unless two engines made the response."""
+    from slime.rollout.failures import fresh_copy
+    from slime.rollout.sglang_rollout import generate
+
+    while True:
+        made = await generate(args, fresh_copy(sample), dict(sampling_params))
+        is_cut = made.status is made.Status.ABORTED
+        if is_cut or len(made.weight_versions) > 1 or not (Path(args.output_dir) / "hold").exists():
+            vars(sample).update(vars(made))
+            return sample
+
+
+generate_while_held.continues_aborted = True
+
+
 async def reward_with_a_breakpoint(args, sample, **kwargs):
     breakpoint()
     return await share_of_sevens(args, sample)

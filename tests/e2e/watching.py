@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import httpx
 import psutil
 
 from tests.e2e.running import Finished, everything, exit_status, metrics, start_train, values
@@ -92,6 +93,21 @@ def serving(engines: str) -> list[str]:
 def is_generating(engine: str) -> bool:
     loads = read(f"{engine}/v1/loads?include=core")
     return loads is not None and sum(load["num_running_reqs"] for load in loads["loads"]) > 0
+
+
+def freeze(engine: str) -> bool:
+    """Pause the engine in the middle of its requests. False, and not paused, if they are already done."""
+    if is_generating(engine):
+        httpx.post(f"{engine}/pause_generation", json={"mode": "in_place"}, timeout=60).raise_for_status()
+        # A paused engine publishes no new load: only a refused flush proves that requests are left.
+        if httpx.post(f"{engine}/flush_cache", timeout=60).status_code == 400 and is_generating(engine):
+            return True
+        thaw(engine)
+    return False
+
+
+def thaw(engine: str) -> None:
+    httpx.post(f"{engine}/continue_generation", json={}, timeout=60).raise_for_status()
 
 
 def server_of(engine: str) -> psutil.Process:
