@@ -101,7 +101,7 @@ def test_an_error_without_a_death_stays_what_it_is(actors):
 
 def test_a_deadline_names_who_did_not_answer_and_where_it_is(actors):
     quick, slow = actors("rank 0", "rank 1")
-    ray.get(slow.pid.remote())
+    ray.get([quick.pid.remote(), slow.pid.remote()])  # the start of an actor takes seconds
     with pytest.raises(DeadlineExceeded) as caught:
         get([quick.pid.remote(), slow.wait.remote()], 3.0, "both to train", "--train-timeout")
     message = str(caught.value)
