@@ -53,11 +53,16 @@ class RunConfig:
 
     values: Mapping[str, Any]
     facts: RunFacts = dataclasses.field(default_factory=RunFacts)
+    _shared: Namespace | None = None
 
     @classmethod
-    def of(cls, args: Namespace) -> RunConfig:
-        """The configuration in ``args``, which is copied: later writes to ``args`` do not change it."""
-        return cls(dict(vars(args)))
+    def of(cls, args: Namespace, *, is_shared: bool = False) -> RunConfig:
+        """The configuration in ``args``, which is copied: later writes to ``args`` do not change it.
+
+        Args:
+            is_shared: hooks get ``args`` itself.
+        """
+        return cls(dict(vars(args)), _shared=args if is_shared else None)
 
     def __getitem__(self, section: type[Section]) -> Section:
         """The dataclass ``section`` filled by field name. A field that the arguments lack keeps its default."""
@@ -70,21 +75,21 @@ class RunConfig:
     def args(self) -> Namespace:
         """The namespace for users' hooks and plugins: every argument, and the facts."""
         # One object per process, because hooks keep state in it: ``with_facts`` adds to it instead of making another.
+        if self._shared is not None:
+            return self._shared
         vars(args := Namespace()).update(self._merged)  # Namespace(**...) would set 1500 attributes one by one
         return args
 
     def with_facts(self, **facts: Any) -> RunConfig:
         """The configuration after the start has learned ``facts`` (fields of :class:`RunFacts`)."""
-        twin = dataclasses.replace(self, facts=dataclasses.replace(self.facts, **facts))
-        if "args" in vars(self):
-            # Objects made before, such as the state of generation, hold this namespace and read the router in it.
-            vars(self.args).update(twin.facts.attributes())
-            vars(twin)["args"] = self.args
-        return twin
+        learned = dataclasses.replace(self.facts, **facts)
+        # Objects made before, such as the state of generation, hold this namespace and read the router in it.
+        vars(self.args).update(learned.attributes())
+        return dataclasses.replace(self, facts=learned, _shared=self.args)
 
     def with_values(self, **values: Any) -> RunConfig:
         """The configuration with other arguments: for a role, or for a run that starts again."""
-        return dataclasses.replace(self, values={**self.values, **values})
+        return RunConfig({**self.values, **values}, self.facts)
 
     @cached_property
     def _merged(self) -> dict[str, Any]:
@@ -96,4 +101,4 @@ class RunConfig:
 
     def __getstate__(self) -> dict[str, Any]:
         # Only the fields travel: a hook may have put something into args that cannot be pickled.
-        return {item.name: vars(self)[item.name] for item in dataclasses.fields(self)}
+        return {"values": self.values, "facts": self.facts}

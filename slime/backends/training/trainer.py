@@ -91,9 +91,7 @@ class TrainerBase(ABC):
     @property
     def _run(self) -> RunConfig:
         """The arguments as they are now: hooks may have changed them."""
-        run = RunConfig.of(self._args)
-        vars(run)["args"] = self._args  # one object for all hooks of the process
-        return run
+        return RunConfig.of(self._args, is_shared=True)
 
     @functools.cached_property
     def _objective(self) -> Objective:

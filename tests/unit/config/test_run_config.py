@@ -58,6 +58,13 @@ def test_facts_are_added_to_the_namespace_that_hooks_hold_already() -> None:
     assert held.num_rollout == 7
 
 
+def test_hooks_of_a_shared_namespace_get_it_itself_but_those_of_a_role_do_not() -> None:
+    config = RunConfig.of(held := Namespace(num_rollout=None), is_shared=True)
+    assert config.with_facts(num_rollout=7).args is config.args is held
+    assert held.num_rollout == 7
+    assert config.with_values(num_rollout=2).args is not held
+
+
 def test_a_role_or_a_restart_changes_values() -> None:
     config = RunConfig.of(Namespace(rollout_batch_size=4)).with_values(rollout_batch_size=2)
     assert config[BatchSizeArgs].rollout_batch_size == config.args.rollout_batch_size == 2
