@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from slime.batch.balance import (
@@ -308,9 +308,9 @@ class ParallelLayout:
     microbatch_group_size_per_vp_stage: int = 1
 
     def __post_init__(self) -> None:
-        for item in fields(self):
-            if getattr(self, item.name) < 1:
-                raise ConfigError(f"parallel layout: {item.name} is {getattr(self, item.name)}, it must be at least 1.")
+        for name, size in vars(self).items():
+            if size < 1:
+                raise ConfigError(f"parallel layout: {name} is {size}, it must be at least 1.")
 
     @classmethod
     def of(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.models.config_json import MOST_LAYERS
-from slime.models.shape import ModelShape
+from slime.models.shape import MlaShape, ModelShape, MoeShape
 
 # The text of a flag is parsed, never evaluated: eval would run any code.
 _PATTERN_NODES = (ast.Expression, ast.List, ast.BinOp, ast.Add, ast.Mult, ast.Constant, ast.Load)
@@ -33,14 +33,9 @@ def _has_yarn(shape: ModelShape) -> bool:
     return shape.yarn_rope is not None  # without it the values have no effect: log(1) is zero
 
 
-def _part(part: str, name: str) -> Callable[[ModelShape], Any]:
-    """An attribute of a part of the shape. None if the model lacks the part."""
-
-    def value(shape: ModelShape) -> Any:
-        found = vars(shape)[part]
-        return None if found is None else vars(found)[name]
-
-    return value
+def _moe(read: Callable[[MoeShape], Any]) -> Callable[[ModelShape], Any]:
+    """A value of the experts. None if the model has none."""
+    return lambda shape: None if shape.moe is None else read(shape.moe)
 
 
 def _rope_factor(shape: ModelShape) -> float:
@@ -81,8 +76,8 @@ def _size(dest: str, key: str, value: Callable[[ModelShape], Any], is_checked: A
     return ShapeFlag(dest, key, value, is_checked, key)
 
 
-def _mla(dest: str, key: str) -> ShapeFlag:
-    return ShapeFlag(dest, key, _part("mla", dest), key=key, needs="multi-latent attention")
+def _mla(dest: str, key: str, read: Callable[[MlaShape], Any]) -> ShapeFlag:
+    return ShapeFlag(dest, key, lambda s: s.mla and read(s.mla), key=key, needs="multi-latent attention")
 
 
 SHAPE_FLAGS = (
@@ -101,22 +96,22 @@ SHAPE_FLAGS = (
     ShapeFlag("rotary_scaling_factor", "rope scaling factor", _rope_factor),
     ShapeFlag("rope_scaling_factor", "rope scaling factor", _rope_factor),
     ShapeFlag("rope_type", "rope_type", lambda s: "yarn" if _has_yarn(s) else "rope"),
-    ShapeFlag("mscale", "mscale", _part("yarn_rope", "mscale"), _has_yarn),
-    ShapeFlag("mscale_all_dim", "mscale_all_dim", _part("yarn_rope", "mscale_all_dim"), _has_yarn),
-    _mla("q_lora_rank", "q_lora_rank"),
-    _mla("kv_lora_rank", "kv_lora_rank"),
-    _mla("qk_head_dim", "qk_nope_head_dim"),
-    _mla("qk_pos_emb_head_dim", "qk_rope_head_dim"),
-    _mla("v_head_dim", "v_head_dim"),
-    ShapeFlag("num_experts", "number of experts", _part("moe", "num_experts"), key="n_routed_experts"),
-    _size("moe_ffn_hidden_size", "moe_intermediate_size", _part("moe", "ffn_hidden_size")),
+    ShapeFlag("mscale", "mscale", lambda s: s.yarn_rope and s.yarn_rope.mscale, _has_yarn),
+    ShapeFlag("mscale_all_dim", "mscale_all_dim", lambda s: s.yarn_rope and s.yarn_rope.mscale_all_dim, _has_yarn),
+    _mla("q_lora_rank", "q_lora_rank", lambda mla: mla.q_lora_rank),
+    _mla("kv_lora_rank", "kv_lora_rank", lambda mla: mla.kv_lora_rank),
+    _mla("qk_head_dim", "qk_nope_head_dim", lambda mla: mla.qk_head_dim),
+    _mla("qk_pos_emb_head_dim", "qk_rope_head_dim", lambda mla: mla.qk_pos_emb_head_dim),
+    _mla("v_head_dim", "v_head_dim", lambda mla: mla.v_head_dim),
+    ShapeFlag("num_experts", "number of experts", _moe(lambda moe: moe.num_experts), key="n_routed_experts"),
+    _size("moe_ffn_hidden_size", "moe_intermediate_size", _moe(lambda moe: moe.ffn_hidden_size)),
     ShapeFlag(
         "moe_shared_expert_intermediate_size",
         "width of all shared experts together,",
-        _part("moe", "shared_size"),
+        _moe(lambda moe: moe.shared_size),
     ),
-    _size("moe_router_topk", "num_experts_per_tok", _part("moe", "topk")),
-    ShapeFlag("moe_router_score_function", "scoring_func", _part("moe", "score_function")),
+    _size("moe_router_topk", "num_experts_per_tok", _moe(lambda moe: moe.topk)),
+    ShapeFlag("moe_router_score_function", "scoring_func", _moe(lambda moe: moe.score_function)),
 )
 
 

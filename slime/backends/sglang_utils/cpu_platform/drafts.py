@@ -24,7 +24,6 @@ from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
 from slime.backends.sglang_utils.cpu_platform.history import Cursor, History
 
 _MOST_TOKENS = 16 << 20  # 64 MB
-_PER_ROW = ("temperatures", "top_ps", "top_ks", "min_ps", "sampling_seed")
 
 
 def replace_kernels() -> None:
@@ -175,9 +174,9 @@ class HistoryWorker(BaseSpecWorker):
         if info.is_all_greedy:
             return logits.argmax(-1).to(torch.int32)
         wide = copy.copy(info)
-        for name in _PER_ROW:
-            value = vars(info)[name]
-            setattr(wide, name, None if value is None else value[rows.owner])
+        wide.temperatures, wide.top_ps = info.temperatures[rows.owner], info.top_ps[rows.owner]
+        wide.top_ks, wide.min_ps = info.top_ks[rows.owner], info.min_ps[rows.owner]
+        wide.sampling_seed = None if info.sampling_seed is None else info.sampling_seed[rows.owner]
         is_plain = not (info.need_top_p_sampling or info.need_top_k_sampling or info.need_min_p_sampling)
         probs = torch.softmax(logits / wide.temperatures, -1)
         tokens, _ = self._target_worker.model_runner.sampler._sample_from_probs(probs, wide, rows.positions, is_plain)

@@ -94,18 +94,16 @@ def _full_precision() -> None:
     torch.set_float32_matmul_precision = lambda precision: None
 
 
+@functools.cache
 def _default_device_module() -> None:
     """Make ``torch.get_device_module()`` return ``torch.cpu``."""
     # On a CUDA build it returns torch.cuda, and the release of memory would synchronize a missing GPU.
-    original = torch.get_device_module  # a cache wraps it already, so __wrapped__ is not a mark of this patch
-    if "is_patched" in vars(original):
-        return
+    original = torch.get_device_module
 
     def get_device_module(device: Any = None) -> Any:
         return torch.cpu if device is None else original(device)
 
     patched: Any = functools.update_wrapper(get_device_module, original)
-    patched.is_patched = True
     torch.get_device_module = patched
 
 
@@ -152,14 +150,13 @@ def _batched_attention() -> None:
     ATTENTION_BACKENDS[_ATTENTION] = create
 
 
+@functools.cache
 def _experts_elsewhere() -> None:
     """Skip experts of other ranks in the native mixture."""
     # Expert parallelism marks them with -1, which the original function uses as an index.
     from sglang.srt.layers.moe import fused_moe_native
 
     native = fused_moe_native.moe_forward_native
-    if "is_patched" in vars(native):
-        return
 
     def moe_forward_native(layer: Any, x: torch.Tensor, topk_output: Any, config: Any) -> torch.Tensor:
         weights, experts = topk_output[0], topk_output[1]
@@ -178,9 +175,7 @@ def _experts_elsewhere() -> None:
                 out.index_add_(0, token, part * weights[token, slot, None].to(part.dtype))
         return out
 
-    patched: Any = functools.update_wrapper(moe_forward_native, native)
-    patched.is_patched = True
-    fused_moe_native.moe_forward_native = patched
+    fused_moe_native.moe_forward_native = functools.update_wrapper(moe_forward_native, native)
 
 
 def _gated_shared_experts() -> None:
