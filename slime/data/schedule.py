@@ -59,9 +59,14 @@ class Planned:
 def note_part(sample: Sample, version: object) -> None:
     """Note that weights ``version`` generated the response of ``sample`` from the last part to its end."""
     number = int(str(version)) if str(version).isdecimal() else None
+    sample.parts = [*parts_of(sample), [number, sample.response_length]]  # type: ignore[attr-defined]
+
+
+def parts_of(sample: Sample) -> list[list[int | None]]:
+    """The parts that :func:`note_part` has noted."""
     # An attribute that only samples of deterministic runs have, not a field. A list of lists: JSON has no tuples.
-    parts = [*vars(sample).get("parts", []), [number, sample.response_length]]
-    sample.parts = parts  # type: ignore[attr-defined]
+    parts: list[list[int | None]] = vars(sample).get("parts", [])
+    return parts
 
 
 class Schedule:
@@ -97,7 +102,7 @@ def _row(sample: Sample) -> list[Any]:
 
 
 def _parts(sample: Sample) -> list[list[int | None]]:
-    parts: list[list[int | None]] = vars(sample).get("parts", [])
+    parts = parts_of(sample)
     if parts and parts[-1][1] == sample.response_length:
         return parts
     # A user's function made it: its requests are known by their versions only.

@@ -21,7 +21,7 @@ from typing import Any
 from uuid import uuid4
 
 from slime.data.sample import Sample, SampleGroup, iter_samples
-from slime.data.schedule import Planned, note_part, read_begun, read_schedule
+from slime.data.schedule import Planned, note_part, parts_of, read_begun, read_schedule
 from slime.rollout.base_types import RolloutFnTrainOutput, complete_args
 from slime.rollout.collect import call_batch_hooks, gather, log_sample
 from slime.rollout.custom_generate import FINISHED, evaluates, until_finished
@@ -219,7 +219,7 @@ def restore(sample: Sample, recorded: Sample, ends: Sequence[int], tokenizer: An
     sample.loss_mask = None if recorded.loss_mask is None else recorded.loss_mask[:count]
     log_probs = recorded.rollout_log_probs
     sample.rollout_log_probs = None if log_probs is None else log_probs[:count]
-    sample.parts = getattr(recorded, "parts", [])[: len(ends)]  # type: ignore[attr-defined]  # only deterministic runs
+    sample.parts = parts_of(recorded)[: len(ends)]  # type: ignore[attr-defined]
     if is_whole:
         sample.response, sample.status = recorded.response, recorded.status
         return
