@@ -136,7 +136,7 @@ class RoutingReplay:
         self.routers: list[RouterChoices] = []
         for chunk in chunks_of(model):
             for module in chunk.decoder.modules():  # not the routers of prediction layers
-                if isinstance(module, TopKRouter) or "router_replay" in vars(module):
+                if isinstance(module, TopKRouter) or hasattr(module, "router_replay"):
                     choices = RouterChoices(module.layer_number - 1, module.config.num_moe_experts)
                     module.router_replay = choices
                     self.routers.append(choices)

@@ -112,7 +112,7 @@ def prepare_te_layers(model: Any) -> None:
         if isinstance(module, TERowParallelGroupedLinear):
             for parameter in module.parameters():
                 parameter.partition_dim = 1  # marked as 0 if tensor parallelism divides experts
-        if "fuse_wgrad_accumulation" in vars(module):
+        if hasattr(module, "fuse_wgrad_accumulation"):
             # The product that makes a weight's gradient adds it to the fp32 sum. Megatron's flag for that also holds
             # for its local layers, such as the LM head, whose kernel is Apex's.
             module.fuse_wgrad_accumulation = True
