@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePath
 from typing import Any
@@ -65,7 +65,7 @@ class RunInfo:
 
 def write_run_info(run: Path, args: Namespace, argv: Sequence[str] | None = None) -> None:
     """Write the file. A resumed run replaces it. ``argv`` defaults to the command line that ``args`` was read from."""
-    settings = plain_settings(args)
+    settings = plain_settings(vars(args))
     parsed_from = settings.pop("command_line", sys.argv)
     words = list(parsed_from if argv is None else argv)
     info = RunInfo(
@@ -73,7 +73,7 @@ def write_run_info(run: Path, args: Namespace, argv: Sequence[str] | None = None
         argv=hide_secrets_of_words(words[1:]),
         cwd=str(Path.cwd()),
         started=time.time(),
-        hf_checkpoint=vars(args).get("hf_checkpoint"),
+        hf_checkpoint=settings.get("hf_checkpoint"),
         settings=settings,
         host=socket.gethostname(),
         commit=_commit(),
@@ -83,9 +83,9 @@ def write_run_info(run: Path, args: Namespace, argv: Sequence[str] | None = None
         partial.write_text(json.dumps(asdict(info), indent=1), encoding="utf-8")
 
 
-def plain_settings(args: Namespace) -> dict[str, Any]:
+def plain_settings(values: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments that are plain values, with ``***`` for secrets."""
-    return {name: hide_secrets(value, name) for name, value in vars(args).items() if _is_plain(value)}
+    return {name: hide_secrets(value, name) for name, value in values.items() if _is_plain(value)}
 
 
 def read_run_info(run: Path) -> RunInfo:

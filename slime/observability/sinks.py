@@ -20,7 +20,7 @@ from typing import Any
 
 from slime.data.ledger import LineFile
 from slime.observability.metric_table import describe
-from slime.observability.run_info import hide_secrets, plain_settings
+from slime.observability.run_info import hide_secrets
 from slime.observability.terminal import SHOWN_LINES
 from slime.utils.errors import ConfigError, kept
 from slime.utils.files import replacing
@@ -226,7 +226,7 @@ class MlflowSink:
     _PARAMS_AT_ONCE, _LONGEST_PARAM = 100, 6000
     _MOST_PENDING = 100
 
-    def __init__(self, args: Namespace, directory: Path) -> None:
+    def __init__(self, project: str, settings: Mapping[str, Any], directory: Path) -> None:
         mlflow = _library("mlflow", "--trackers mlflow")
         uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{directory.parent.absolute() / 'mlflow.db'}"
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")  # with its 7 a run would end minutes late
@@ -235,12 +235,12 @@ class MlflowSink:
         self._pending: deque[Any] = deque()
         run_id = _known_id(directory, "mlflow")
         if run_id is None:
-            project = os.environ.get("MLFLOW_EXPERIMENT_NAME") or args.wandb_project or "slime"
+            project = os.environ.get("MLFLOW_EXPERIMENT_NAME") or project
             experiment = self._client.get_experiment_by_name(project)
             experiment_id = self._client.create_experiment(project) if experiment is None else experiment.experiment_id
             run_id = str(self._client.create_run(experiment_id, run_name=directory.name).info.run_id)
             _remember_id(directory, "mlflow", run_id)
-            texts = [(name, str(value)[: self._LONGEST_PARAM]) for name, value in plain_settings(args).items()]
+            texts = [(name, str(value)[: self._LONGEST_PARAM]) for name, value in settings.items()]
             params = [mlflow.entities.Param(*text) for text in texts]
             for i in range(0, len(params), self._PARAMS_AT_ONCE):
                 self._client.log_batch(run_id, params=params[i : i + self._PARAMS_AT_ONCE])
@@ -267,15 +267,15 @@ class MlflowSink:
 class SwanlabSink:
     """A run of SwanLab. ``SWANLAB_MODE`` (online, offline, local, disabled) and ``SWANLAB_API_KEY`` configure it."""
 
-    def __init__(self, args: Namespace, directory: Path) -> None:
+    def __init__(self, project: str, settings: Mapping[str, Any], directory: Path) -> None:
         swanlab = _library("swanlab", "--trackers swanlab")
         run_id = _known_id(directory, "swanlab")
         self._run = swanlab.init(
-            project=os.environ.get("SWANLAB_PROJ_NAME") or args.wandb_project or "slime",
+            project=os.environ.get("SWANLAB_PROJ_NAME") or project,
             name=directory.name,
             id=run_id,
             resume=None if run_id is None else "allow",
-            config=plain_settings(args),
+            config=settings,
             # By default it asks for a key, replaces sys.stdout, and stores the command line with its keys.
             settings=swanlab.Settings(interactive=False, terminal={"proxy_type": "none"}, probe={"runtime": False}),
         )
@@ -292,13 +292,13 @@ class SwanlabSink:
 class TrackioSink:
     """A run of Trackio. ``TRACKIO_DIR`` and ``TRACKIO_SPACE_ID`` configure it."""
 
-    def __init__(self, args: Namespace, directory: Path) -> None:
+    def __init__(self, project: str, settings: Mapping[str, Any], directory: Path) -> None:
         trackio = _library("trackio", "--trackers trackio")
         known = _known_id(directory, "trackio")
         self._run = trackio.init(
-            project=args.wandb_project or "slime",
+            project=project,
             name=known or directory.name,
-            config=plain_settings(args),
+            config=settings,
             resume="never" if known is None else "must",
             embed=False,
         )
@@ -358,9 +358,9 @@ class PrometheusSink:
         self._server.server_close()
 
 
-TRACKERS: dict[str, Callable[[Namespace, Path], Any]] = {
+TRACKERS: dict[str, Callable[[str, Mapping[str, Any], Path], Any]] = {
     "mlflow": MlflowSink,
     "swanlab": SwanlabSink,
     "trackio": TrackioSink,
 }
-"""Name in ``--trackers`` -> its sink, made of the arguments and the run's folder. A tracker is a class and a row."""
+"""Name in ``--trackers`` -> its sink, made of project, plain arguments and the run's folder."""

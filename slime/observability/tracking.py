@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from slime.observability.metric_utils import compute_rollout_step
-from slime.observability.run_info import write_run_info
+from slime.observability.run_info import plain_settings, write_run_info
 from slime.observability.sinks import RUN_IDS, TRACKERS, JsonlSink, LogSink, PrometheusSink, TensorboardSink, WandbSink
 from slime.utils.errors import ConfigError, reported, translated
 from slime.utils.files import RunLock
@@ -183,7 +183,7 @@ def _chosen_sinks(args: Namespace, directory: Path, started: str) -> Iterator[Si
         yield PrometheusSink(args.metrics_host, args.metrics_port, directory)
     for name in dict.fromkeys(args.trackers):
         with translated(partial(_not_started, name)):  # such as a server that is away, a key that is refused
-            sink = TRACKERS[name](args, directory)
+            sink = TRACKERS[name](args.wandb_project or "slime", plain_settings(vars(args)), directory)
         yield sink
 
 

@@ -201,7 +201,7 @@ class RolloutDataSource(DataSource):
         has_read = vars(self).get("dataset") is not None or vars(self).get("stream") is not None
         if not self._reads_prompts or not (has_read or os.path.isfile(parse_path(self.args.prompt_data)[0])):
             return None
-        return fingerprint(self.args, None if self.stream is not None else len(self))
+        return fingerprint(vars(self.args), None if self.stream is not None else len(self))
 
     def _check_state(self, path: Path, state: dict[str, Any]) -> None:
         """

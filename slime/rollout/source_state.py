@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import io
 import json
-from argparse import Namespace
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -163,20 +162,21 @@ _ORDER = ("streaming_data", "rollout_shuffle", "n_samples_per_prompt")
 _OTHER = ("seed", "rollout_seed", "input_key", "label_key", "apply_chat_template", "rollout_max_prompt_len")
 
 
-def fingerprint(args: Namespace, num_prompts: int | None) -> dict[str, Any] | None:
+def fingerprint(values: Mapping[str, Any], num_prompts: int | None) -> dict[str, Any] | None:
     """Fingerprint of ``--prompt-data`` and of the flags that decide the order, as JSON values.
 
     Args:
+        values: of flags by name.
         num_prompts: in one epoch, without those that are too long. None for a stream.
 
     Returns:
         None if ``--prompt-data`` names something that cannot be read here.
     """
-    sources = parse_sources(args.prompt_data)
+    sources = parse_sources(values["prompt_data"])
     found = [identity(source.path) for source in sources]
     if None in found:
         return None
-    flags = {name: getattr(args, name, None) for name in (*_ORDER, *_OTHER)}
+    flags = {name: values.get(name) for name in (*_ORDER, *_OTHER)}
     result = {"prompts": num_prompts, "flags": flags}
     if len(found) == 1 and not sources[0].name:
         return (found[0] or {}) | result

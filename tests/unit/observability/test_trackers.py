@@ -15,7 +15,6 @@ import subprocess
 import sys
 import time
 import urllib.request
-from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -116,7 +115,7 @@ def test_a_tracker_whose_package_is_not_installed_names_the_command(
 def test_a_tracker_that_cannot_start_is_an_error_with_its_flag_and_cause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuses(args: Namespace, directory: Path) -> None:
+    def refuses(*given: object) -> None:
         raise PermissionError("the key is refused")
 
     monkeypatch.chdir(tmp_path)

@@ -451,7 +451,7 @@ def test_a_large_file_is_read_in_blocks_and_its_ends_and_size_count(tmp_path, mo
 
     def digest(content):
         path.write_bytes(content)
-        return source_state.fingerprint(args, None)["digest"]
+        return source_state.fingerprint(vars(args), None)["digest"]
 
     for size in (0, 5, 16, 63, 64, 80, 1000):
         content = bytes(i % 251 for i in range(size))
