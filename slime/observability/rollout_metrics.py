@@ -82,9 +82,9 @@ def log_rollout_data(
         metrics |= dict_add_prefix(_multi_turn(samples, trained, args.rollout_max_response_len), "multi_turn/")
     if args.log_passrate:
         metrics |= dict_add_prefix(_pass_rate(samples, raw, args.n_samples_per_prompt), "passrate/")
-    speed = compute_perf_metrics_from_samples(args.rollout_num_gpus, samples, rollout_time, trained)
+    metrics |= dict_add_prefix(compute_perf_metrics_from_samples(args, samples, rollout_time, trained), "perf/")
     # Metrics of the user replace those of slime.
-    return metrics | dict_add_prefix(speed, "perf/") | logged
+    return metrics | logged
 
 
 def log_eval_rollout_data(
@@ -128,12 +128,11 @@ def compute_metrics_from_samples(
 
 
 def compute_perf_metrics_from_samples(
-    num_gpus: int | None, samples: Sequence[Sample], rollout_time: float, trained: Sequence[int] | None = None
+    args: Namespace, samples: Sequence[Sample], rollout_time: float, trained: Sequence[int] | None = None
 ) -> dict[str, float]:
     """Speed of one rollout that took ``rollout_time`` seconds, without prefix.
 
     Args:
-        num_gpus: devices of the engines.
         trained: the samples' ``effective_response_length``, for callers that have them.
     """
     metrics = {"rollout_time": float(rollout_time)}
@@ -145,6 +144,7 @@ def compute_perf_metrics_from_samples(
         metrics |= dict_add_prefix(compute_statistics(waits), "non_generation_time/")
     metrics |= request_metrics(samples)
     lengths = [sample.response_length for sample in samples]
+    num_gpus = args.rollout_num_gpus
     metrics |= _speed(num_gpus, samples, rollout_time, lengths, "tokens_per_gpu", "longest_sample")
     trained = trained or [sample.effective_response_length for sample in samples]
     name = "longest_effective_sample"

@@ -100,7 +100,7 @@ def test_nucleus_sizes_are_averaged_over_trained_tokens_of_kept_samples() -> Non
 
 def test_speed_is_per_device_and_for_the_longest_sample() -> None:
     samples = [sample(10), sample(30, loss_mask=[1] * 15 + [0] * 15), sample(20)]
-    metrics = compute_perf_metrics_from_samples(settings().rollout_num_gpus, samples, 5.0)
+    metrics = compute_perf_metrics_from_samples(settings(), samples, 5.0)
     assert metrics == {
         "rollout_time": 5.0,
         "tokens_per_gpu_per_sec": 6.0,
@@ -108,12 +108,12 @@ def test_speed_is_per_device_and_for_the_longest_sample() -> None:
         "effective_tokens_per_gpu_per_sec": 4.5,
         "longest_effective_sample_tokens_per_sec": 4.0,
     }
-    assert "tokens_per_gpu_per_sec" not in compute_perf_metrics_from_samples(0, samples, 5.0)
+    assert "tokens_per_gpu_per_sec" not in compute_perf_metrics_from_samples(settings(rollout_num_gpus=0), samples, 5.0)
 
 
 def test_time_outside_generation_is_taken_off_the_longest_sample() -> None:
     samples = [sample(10, non_generation_time=1.0), sample(30, non_generation_time=3.0)]
-    metrics = compute_perf_metrics_from_samples(settings().rollout_num_gpus, samples, 5.0)
+    metrics = compute_perf_metrics_from_samples(settings(), samples, 5.0)
     assert metrics["non_generation_time/mean"] == 2.0
     assert metrics["longest_sample_non_generation_time"] == 3.0
     assert metrics["longest_sample_tokens_per_sec_without_non_generation"] == 15.0
@@ -121,7 +121,7 @@ def test_time_outside_generation_is_taken_off_the_longest_sample() -> None:
 
 def test_no_samples_give_no_metrics_and_no_error() -> None:
     assert compute_metrics_from_samples(settings(), []) == {}
-    assert compute_perf_metrics_from_samples(settings().rollout_num_gpus, [], 1.0) == {"rollout_time": 1.0}
+    assert compute_perf_metrics_from_samples(settings(), [], 1.0) == {"rollout_time": 1.0}
     assert eval_metrics(settings(), {"a": {"rewards": []}}) == {}
 
 
