@@ -78,6 +78,8 @@ RUNS: dict[tuple[str, str], str] = {
     ("docs/environments.md", "counting_server.py"): "tests/e2e/test_environments.py",
     ("docs/environments.md", "doctor env openenv:http"): "tests/unit/environments/test_openenv.py",
     ("docs/environments.md", "tasks openenv:http"): "tests/unit/environments/test_openenv.py",
+    ("docs/environments.md", "doctor env nemo-gym"): "tests/unit/environments/test_nemo_gym.py",
+    ("docs/environments.md", "tasks nemo-gym"): "tests/unit/environments/test_nemo_gym.py",
     ("docs/engines.md", "slime doctor engine --model MODEL --python"): "tests/e2e/test_engine_doctor.py",
     ("docs/engines.md", "slime doctor engine --model MODEL --url"): "tests/e2e/test_engine_doctor.py",
     ("docs/evaluation.md", "--eval-interval"): "tests/e2e/test_loop.py",

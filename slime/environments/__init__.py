@@ -111,6 +111,7 @@ ADAPTERS = {
     "verifiers": Adapter(f"{_HERE}:Verifiers", "verifiers", "verifiers"),
     "mcp": Adapter(f"{_HERE}:McpTools", "mcp", "mcp"),
     "openenv": Adapter(f"{_HERE}:OpenEnv", "openenv", "openenv"),
+    "nemo-gym": Adapter(f"{_HERE}:NemoGym"),
     "harbor": Adapter("slime.environments.harbor:Harbor"),
 }
 
@@ -164,14 +165,17 @@ async def converse(
     *,
     max_turns: int,
     say: Callable[[str], Awaitable[str]] | None = None,
+    history: list[Message] | None = None,
 ) -> str:
     """Let the model call tools until it replies without a call. Returns that reply, or "" without one.
 
     Args:
         call: runs one tool, with its name and arguments, and returns the text for the model.
         say: answers a reply without a call with the next message of the user, so that such a reply does not end it.
+        history: an empty list, which gets all messages of the episode.
     """
-    messages = list(prompt)
+    messages = [] if history is None else history
+    messages += prompt
     with suppress(Over):
         for _ in range(max_turns):
             message = await model.reply(messages, tools)

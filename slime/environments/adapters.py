@@ -17,10 +17,11 @@ from unittest import mock
 
 import httpx
 
-from slime.data.rows import read_file
+from slime.agent.adapters.openai import chat_of_request, response_of_chat
+from slime.data.rows import numbered_rows, read_file
 from slime.environments import Message, Model, Over, Task, as_tool, converse, server_errors
 from slime.hooks.load import load_function
-from slime.utils.errors import ConfigError
+from slime.utils.errors import ConfigError, DataError
 
 
 class ReasoningGym:
@@ -320,3 +321,91 @@ def _failures(url: str) -> AbstractContextManager[None]:
     from websockets.exceptions import ConnectionClosed
 
     return server_errors(f"OpenEnv server {url}", RuntimeError, OSError, ConnectionClosed)
+
+
+@dataclass
+class NemoGym:
+    """A resources server of NeMo Gym, and rows in the package's format: ``nemo-gym:ROWS.jsonl``.
+
+    An episode is a session of the server: ``POST /seed_session`` with the row, ``POST /TOOL`` with the arguments of
+    each call, and ``POST /verify`` with the row and the replies, whose answer has the reward.
+
+    Args:
+        rows: the file. A row's ``responses_create_params`` has ``input``, and perhaps ``instructions`` and ``tools``.
+            Its ``good``, if any, are the right replies.
+        url: address of the server.
+        answer: field of the rows with the right answer, which becomes the label.
+        max_turns: replies of an episode.
+        call_timeout: seconds for one answer of the server. Then the episode fails, and the run tries it again.
+        reward_range: lowest and highest reward.
+    """
+
+    rows: str
+    url: str
+    answer: str = ""
+    max_turns: int = 8
+    call_timeout: float = 300.0
+    reward_range: tuple[float, float] = (0.0, 1.0)
+
+    def __post_init__(self) -> None:
+        self.reward_range = (self.reward_range[0], self.reward_range[1])  # JSON has lists only
+        self._tasks = [_asked(where, row, self.answer) for where, row in numbered_rows(self.rows)]
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def task(self, index: int) -> Task:
+        return self._tasks[index]
+
+    async def play(self, task: Task, model: Model) -> float:
+        row, tools = task.data
+        history: list[Message] = []
+        async with httpx.AsyncClient(base_url=self.url, timeout=self.call_timeout) as session:
+
+            async def call(name: str, arguments: dict[str, Any]) -> str:
+                # No other route: the policy could verify a reply, or begin again.
+                is_offered = any(tool["function"]["name"] == name for tool in tools)
+                return await _post(session, name, arguments, most=500) if is_offered else "there is no such tool"
+
+            await _post(session, "seed_session", row)
+            await converse(model, task.prompt, tools, call, max_turns=self.max_turns, history=history)
+            replies = response_of_chat(history[len(task.prompt) :], model.name)
+            verified = await _post(session, "verify", row | {"response": replies})
+        with server_errors(f"NeMo Gym server {self.url}: POST /verify: no reward", LookupError, ValueError, TypeError):
+            return float(json.loads(verified)["reward"])
+
+
+_FIXES = {404: "start the resources server of these rows", 422: "give the rows of this server"}
+
+
+def _asked(where: str, row: dict[str, Any], answer: str) -> Task:
+    """The task of a row of NeMo Gym, with the row and its tools as data."""
+    try:
+        asked, good = row["responses_create_params"], row.pop("good", None)
+        prompt, tools = chat_of_request(asked)
+        label = str(row[answer]) if answer else None
+    except (KeyError, AttributeError, ValueError) as error:
+        wanted = "responses_create_params with input, and the field that answer names"
+        raise DataError(f"{where}: a row of NeMo Gym has {wanted}: {error!r}") from error
+    # The quotes of a text are escaped in JSON, so these are a type.
+    if not prompt or '"input_image"' in json.dumps(asked["input"]):
+        raise DataError(f"{where}: its input is empty or has images: give rows of texts")
+    return Task(prompt, label, tuple(good) if good else None, (row, tools))
+
+
+async def _post(session: httpx.AsyncClient, route: str, body: dict[str, Any], *, most: int = 299) -> str:
+    """The answer of a server of NeMo Gym.
+
+    Args:
+        most: highest status that is no failure. To the package's agent the errors of a tool are results.
+
+    Raises:
+        ConnectionError: another status, or no answer in time.
+    """
+    where = f"NeMo Gym server {session.base_url}: POST /{route}"
+    with server_errors(f"{where}: start the server, or give a longer call_timeout", httpx.HTTPError):
+        answer = await session.post(route, content=json.dumps(body), headers={"Content-Type": "application/json"})
+    if answer.status_code > most:
+        fix = _FIXES.get(answer.status_code, "read the log of the server")
+        raise ConnectionError(f"{where}: status {answer.status_code}: {fix}. Its answer: {answer.text[:500]}")
+    return answer.text

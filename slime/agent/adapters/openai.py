@@ -11,7 +11,7 @@ import itertools
 import json
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from aiohttp import web
@@ -65,10 +65,7 @@ class Responses(Dialect):
         # Without instructions: those of a request replace the earlier ones.
         self._conversation = list(self._responses[previous]) if previous else []
         self._conversation += _messages_of_items(body.get("input"))
-        instructions = body.get("instructions")
-        system = [{"role": "system", "content": flatten_content(instructions)}] if instructions else []
-        offered = (tool for tool in body.get("tools") or () if tool.get("type") == "function")
-        return [*system, *self._conversation], [tool_dict(tool, tool.get("parameters")) for tool in offered] or None
+        return [*_system(body), *self._conversation], _function_tools(body) or None
 
     def _reply_parts(self, parsed: ParsedModelOutput) -> tuple[list[Item], Message]:
         items: list[Item] = []
@@ -195,6 +192,51 @@ def _messages_of_items(items: Any) -> list[Message]:
             case kind, role:
                 raise ValueError(f"input has an item of type {kind!r} and role {role!r}, which is not supported")
     return messages
+
+
+def chat_of_request(body: dict[str, Any]) -> tuple[list[Message], list[dict[str, Any]]]:
+    """(messages, tools) of a request without earlier responses.
+
+    Raises:
+        ValueError: as :func:`_messages_of_items`.
+    """
+    return [*_system(body), *_messages_of_items(body.get("input"))], _function_tools(body)
+
+
+def _system(body: dict[str, Any]) -> list[Message]:
+    instructions = body.get("instructions")
+    return [{"role": "system", "content": flatten_content(instructions)}] if instructions else []
+
+
+def _function_tools(body: dict[str, Any]) -> list[dict[str, Any]]:
+    offered = (tool for tool in body.get("tools") or () if tool.get("type") == "function")
+    return [tool_dict(tool, tool.get("parameters")) for tool in offered]
+
+
+def response_of_chat(messages: Iterable[Message], model: str) -> dict[str, Any]:
+    """A response with the text, calls and results of ``messages``, the assistant's and tools' of chat completions."""
+    items: list[dict[str, Any]] = []
+    for number, message in enumerate(messages):
+        text, calls = message.get("content") or "", message.get("tool_calls") or ()
+        if message["role"] == "tool":
+            items.append({"type": "function_call_output", "call_id": message["tool_call_id"], "output": text})
+            continue
+        if text or not calls:
+            content = [{"type": "output_text", "text": text, "annotations": list[Any]()}]
+            head = {"type": "message", "id": f"msg_{number}", "role": "assistant", "status": "completed"}
+            items.append({**head, "content": content})
+        items += ({"type": "function_call", "call_id": call["id"], **call["function"]} for call in calls)
+    return {
+        "id": new_id("resp"),
+        "object": "response",
+        "created_at": time.time(),
+        "status": "completed",
+        "model": model,
+        "output": items,
+        "parallel_tool_calls": True,
+        "tool_choice": "auto",
+        "tools": [],
+    }
 
 
 def _assistant(messages: list[Message], *before: str) -> Message:
