@@ -27,8 +27,7 @@ import torch
 import torch.distributed as dist
 
 from slime.algorithms.arguments import CUDA_CHUNK_ROWS
-from slime.utils.memory_utils import copy_to
-from slime.utils.misc import can_compile
+from slime.utils.misc import can_compile, copy_to
 
 
 @dataclass(frozen=True)

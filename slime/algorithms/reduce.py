@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 import torch
 
-from slime.utils.memory_utils import copy_to
+from slime.utils.misc import copy_to
 
 Reducer: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """Flat ``[N]`` values of the response tokens, in sample order -> scalar."""

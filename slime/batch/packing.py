@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 
 from slime.utils.errors import DataError
-from slime.utils.memory_utils import copy_to
+from slime.utils.misc import copy_to
 
 
 @dataclass(frozen=True)

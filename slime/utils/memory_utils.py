@@ -34,13 +34,6 @@ def available_memory() -> dict[str, float | str]:
     return found | {f"host_{name}_GB": round(size / _GIB, 2) for name, size in sizes.items()}
 
 
-def copy_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """``tensor`` on ``device``. A copy from pageable memory would wait until the device has run all its work."""
-    if tensor.device.type == "cpu" and device.type == "cuda":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
-
-
 def clear_memory(clear_host_memory: bool = False) -> None:
     """Collect garbage and give cached device memory back to the driver.
 

@@ -30,7 +30,7 @@ from slime.backends.training.context_parallel import gather_rows, picked_rows, z
 from slime.batch.packing import rows_of_samples
 from slime.utils import accelerator
 from slime.utils.errors import ConfigError
-from slime.utils.memory_utils import copy_to
+from slime.utils.misc import copy_to
 
 # sequences share a padded call up to this difference in length (tokens), or up to a quarter of the longest
 _SHORT = 32

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from slime.batch.packing import PackedSequences
-from slime.utils.memory_utils import copy_to
+from slime.utils.misc import copy_to
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from slime.batch.packing import PackedSequences, pack
 from slime.batch.prefixes import PrefixTree, prefix_tree
 from slime.utils import accelerator
 from slime.utils.errors import DataError
-from slime.utils.memory_utils import copy_to
+from slime.utils.misc import copy_to
 
 
 @dataclass(frozen=True)

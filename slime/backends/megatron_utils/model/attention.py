@@ -32,7 +32,7 @@ from slime.backends.training.context_parallel import gather_rows, zigzag_rows
 from slime.backends.training.data import MicroBatch
 from slime.backends.training.media import Media
 from slime.utils.errors import ConfigError
-from slime.utils.memory_utils import copy_to
+from slime.utils.misc import copy_to
 
 CHUNK = 64
 """Tokens of a matrix product."""
