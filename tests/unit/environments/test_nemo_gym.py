@@ -10,6 +10,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -322,10 +323,10 @@ def test_a_server_passes_the_doctor_and_its_tasks_become_rows_with_the_commands_
     check_commands_of_the_page(server[0], capsys)
 
 
-@pytest.fixture
-def packaged(request: pytest.FixtureRequest) -> Iterator[tuple[str, Path]]:
+@contextmanager
+def serving_package(name: str) -> Iterator[tuple[str, Path]]:
     """Address and example rows of a server of the installed package, which runs in its interpreter."""
-    port, name = free_port(), request.param
+    port = free_port()
     url = f"http://127.0.0.1:{port}"
     place = "import nemo_gym; print(nemo_gym.PARENT_DIR)"
     found = subprocess.run([PYTHON, "-c", place], capture_output=True, text=True, check=True)
@@ -341,6 +342,12 @@ def packaged(request: pytest.FixtureRequest) -> Iterator[tuple[str, Path]]:
             yield url, Path(found.stdout.strip(), "resources_servers", name, "data", "example.jsonl")
         finally:
             process.terminate()
+
+
+@pytest.fixture
+def packaged(request: pytest.FixtureRequest) -> Iterator[tuple[str, Path]]:
+    with serving_package(request.param) as found:
+        yield found
 
 
 @needs_package
