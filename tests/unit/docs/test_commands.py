@@ -37,9 +37,9 @@ from tests.unit.scripts.bash_arrays import model_words
 
 PAGES = [page for page in ALL_PAGES if "examples" not in page.parts]
 """Those of the examples are read in ``tests/examples/test_readmes.py``."""
-OF_OTHERS = ("ray", "docker", "ssh", "hf", "torchrun")
+OF_OTHERS = ("gym", "ray", "docker", "ssh", "hf", "torchrun")
 """Programs that only commands with a mark may call."""
-EVERYWHERE = ("cd", "curl", "export", "git", "pip", "tensorboard")
+EVERYWHERE = ("cd", "cp", "curl", "export", "git", "pip", "python3.12", "tensorboard")
 _OPERATORS = re.compile(r"\s(?:&&|\||>|&)(?=\s|$)")
 _FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 
@@ -229,7 +229,9 @@ def problems_of(line: str, is_elsewhere: bool, place: Path) -> list[str]:
             known = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
             return [f"make has no {one}" for one in targets if one not in known and "=" not in one]
         case ["source" | "bash", path, *_]:
-            is_there = (ROOT / path).is_file() or path in (".venv/bin/activate", "my_task/run.sh") or "<" in path
+            is_there = (
+                (ROOT / path).is_file() or path.endswith("/bin/activate") or path == "my_task/run.sh" or "<" in path
+            )
             return [] if is_there else [f"there is no file {path}"]
         case [program, *_] if program in OF_OTHERS:
             return [] if is_elsewhere else [f"{program}: the page must say what it needs"]
