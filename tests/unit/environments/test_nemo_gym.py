@@ -332,13 +332,15 @@ def serving_package(name: str) -> Iterator[tuple[str, Path]]:
     found = subprocess.run([PYTHON, "-c", place], capture_output=True, text=True, check=True)
     with subprocess.Popen([PYTHON, "-c", SERVE, name, str(port)]) as process:
         try:
-            while process.poll() is None:
+            deadline = time.monotonic() + 120
+            while True:
+                assert process.poll() is None, f"the server {name} ended with {process.returncode}"
+                assert time.monotonic() < deadline, f"the server {name} does not answer at {url}"
                 try:
                     httpx.get(f"{url}/openapi.json").raise_for_status()
                     break
                 except httpx.TransportError:
                     time.sleep(0.2)
-            assert process.poll() is None, "the server did not start"
             yield url, Path(found.stdout.strip(), "resources_servers", name, "data", "example.jsonl")
         finally:
             process.terminate()
