@@ -19,6 +19,10 @@ logits may lack the token that was sampled.
 from __future__ import annotations
 
 import functools
+import importlib.util
+import logging
+import os
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -27,7 +31,8 @@ import torch
 import torch.distributed as dist
 
 from slime.algorithms.arguments import CUDA_CHUNK_ROWS
-from slime.utils.misc import can_compile, copy_to
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -84,7 +89,7 @@ class SamplingMask:
         rows = torch.arange(len(counts)).repeat_interleave(counts)
         device = flat.device if device is None else device
         ends = counts.cumsum(0).tolist()
-        return cls(copy_to(flat, device), copy_to(rows, device), copy_to(counts > 0, device), [0, *ends])
+        return cls(flat.to(device), rows.to(device), (counts > 0).to(device), [0, *ends])
 
     def __len__(self) -> int:
         return len(self.borders) - 1
@@ -304,6 +309,21 @@ class _LogProbs(torch.autograd.Function):
             if not writes_in_place:
                 local_out.copy_(grad)
         return out, None, None, None
+
+
+@functools.cache
+def can_compile() -> bool:
+    """Whether ``torch.compile`` makes kernels for a GPU here. Triton needs a C compiler when it starts them."""
+    compilers = [os.environ.get("CC") or "cc", "gcc", "clang"]
+    missing = [] if importlib.util.find_spec("triton") else ["the package triton"]
+    missing += [] if any(map(shutil.which, compilers)) else ["a C compiler (apt-get install gcc, or set CC)"]
+    if missing:
+        logger.warning(
+            "log-probs, SwiGLU and dropout run as single operators, which costs a tenth of a step: torch.compile lacks "
+            "%s.",
+            " and ".join(missing),
+        )
+    return not missing
 
 
 def _runs_compiled(logits: torch.Tensor, keep: Keep | None) -> bool:

@@ -13,8 +13,6 @@ from typing import TypeAlias
 
 import torch
 
-from slime.utils.misc import copy_to
-
 Reducer: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """Flat ``[N]`` values of the response tokens, in sample order -> scalar."""
 
@@ -119,8 +117,9 @@ def segment_sum(values: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
 
 def repeated(per_segment: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
     """``[n]`` and n lengths that add up to N -> ``[N]``, each value at all places of its segment. Differentiable."""
-    counts = copy_to(torch.tensor(list(lengths), dtype=torch.int64), per_segment.device)
-    # output_size: without it the host waits for the device to sum the lengths
+    # The host waits neither for a copy from pinned memory, nor with output_size for the sum of the lengths.
+    counts = torch.tensor(list(lengths), dtype=torch.int64, pin_memory=per_segment.is_cuda)
+    counts = counts.to(device=per_segment.device, non_blocking=True)
     return per_segment.repeat_interleave(counts, output_size=sum(lengths))
 
 

@@ -25,7 +25,6 @@ import torch
 import torch.nn.functional as F
 
 from slime.utils.errors import DataError
-from slime.utils.misc import copy_to
 
 
 @dataclass(frozen=True)
@@ -65,6 +64,13 @@ class PackedSequences:
             name: copy_to(value, device) for name, value in vars(self).items() if isinstance(value, torch.Tensor)
         }
         return replace(self, **moved)
+
+
+def copy_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """``tensor`` on ``device``. A copy from pageable memory would wait until the device has run all its work."""
+    if tensor.device.type == "cpu" and device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 def pack(

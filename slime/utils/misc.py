@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import importlib.util
-import logging
-import os
-import shutil
+import importlib
 import subprocess
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar, TypeVar
@@ -33,8 +29,6 @@ _MOVED = {
 
 Item = TypeVar("Item")
 
-logger = logging.getLogger(__name__)
-
 
 def __getattr__(name: str) -> Any:
     if name not in _MOVED:
@@ -45,29 +39,6 @@ def __getattr__(name: str) -> Any:
 def flag(default: Any, help_text: str, **metadata: Any) -> Any:
     """A dataclass field that is a flag (``slime.config.groups``), with ``help_text`` for ``--help`` and the docs."""
     return dataclasses.field(default=default, metadata={"help": help_text, **metadata})
-
-
-@functools.cache
-def can_compile() -> bool:
-    """Whether ``torch.compile`` makes kernels for a GPU here. Triton needs a C compiler when it starts them."""
-    compilers = [os.environ.get("CC") or "cc", "gcc", "clang"]
-    missing = [] if importlib.util.find_spec("triton") else ["the package triton"]
-    missing += [] if any(map(shutil.which, compilers)) else ["a C compiler (apt-get install gcc, or set CC)"]
-    if missing:
-        logger.warning(
-            "log-probs, SwiGLU and dropout run as single operators, which costs a tenth of a step: torch.compile lacks "
-            "%s.",
-            " and ".join(missing),
-        )
-    return not missing
-
-
-def copy_to(tensor: Item, device: Any) -> Item:
-    """``tensor`` on ``device``. A copy from pageable memory would wait until the device has run all its work."""
-    source: Any = tensor  # this module does not import torch
-    is_upload = source.device.type == "cpu" and device.type == "cuda"
-    copied: Item = source.pin_memory().to(device, non_blocking=True) if is_upload else source.to(device)
-    return copied
 
 
 class SingletonMeta(type):

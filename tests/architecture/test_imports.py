@@ -37,7 +37,7 @@ MAY_IMPORT: dict[str, list[str]] = {
     "config": ["algorithms", "models", "utils"],
     "data": ["models", "utils"],
     "hooks": ["utils", "data"],
-    "algorithms": ["utils"],
+    "algorithms": [],
     "batch": ["algorithms", "data", "config", "models", "utils"],
     "observability": ["algorithms", "data", "utils", "config"],
     "rollout": ["data", "config", "hooks", "utils", "observability"],

@@ -76,9 +76,9 @@ def build_config(run: RunConfig, shape: ModelShape | None = None) -> Transformer
     from megatron.core.transformer.enums import AttnBackend
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
+    from slime.algorithms.logprobs import can_compile
     from slime.backends.training.optimizer import dtype_of
     from slime.utils import accelerator
-    from slime.utils.misc import can_compile
 
     kwargs = transformer_config_kwargs(run, shape)
     is_cpu = accelerator.current().is_cpu

@@ -27,10 +27,9 @@ import torch
 import torch.nn.functional as F
 
 from slime.backends.training.context_parallel import gather_rows, picked_rows, zigzag_rows
-from slime.batch.packing import rows_of_samples
+from slime.batch.packing import copy_to, rows_of_samples
 from slime.utils import accelerator
 from slime.utils.errors import ConfigError
-from slime.utils.misc import copy_to
 
 # sequences share a padded call up to this difference in length (tokens), or up to a quarter of the longest
 _SHORT = 32

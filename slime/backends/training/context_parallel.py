@@ -22,8 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slime.batch.packing import PackedSequences
-from slime.utils.misc import copy_to
+from slime.batch.packing import PackedSequences, copy_to
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -22,11 +22,10 @@ from slime.backends.training.context_parallel import ShardedSequences, Sharding,
 from slime.backends.training.media import Media, MediaTokens, merge_inputs, place_media
 from slime.batch.arguments import CUDA_ROW_MULTIPLE, BatchArgs
 from slime.batch.balance import expand_bins_by_splitting, first_fit_pack
-from slime.batch.packing import PackedSequences, pack
+from slime.batch.packing import PackedSequences, copy_to, pack
 from slime.batch.prefixes import PrefixTree, prefix_tree
 from slime.utils import accelerator
 from slime.utils.errors import DataError
-from slime.utils.misc import copy_to
 
 
 @dataclass(frozen=True)
@@ -196,13 +195,14 @@ class TrainBatch:
     def _sampling(self, indices: Sequence[int], part: ShardedSequences) -> SamplingMask | None:
         if self.columns.get("rollout_top_p_token_offsets") is None:
             return None
-        return SamplingMask.of(
+        mask = SamplingMask.of(
             self.select("rollout_top_p_token_ids", indices),
             self.select("rollout_top_p_token_offsets", indices),
             # without context parallelism the rank has all rows, and nothing is cut
             select=part.response_index if self.sharding.cp_size > 1 else None,
-            device=self._device,
         )
+        ids, rows, is_cut = (copy_to(one, self._device) for one in (mask.ids, mask.rows, mask.is_cut))
+        return replace(mask, ids=ids, rows=rows, is_cut=is_cut)
 
     def _trained(self, indices: Sequence[int], part: ShardedSequences) -> torch.Tensor:
         """fp32 ``[1, t]``: 1 if this rank's row predicts a token that is trained on."""

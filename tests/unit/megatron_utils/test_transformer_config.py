@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from slime.algorithms import logprobs
 from slime.backends.megatron_utils.precision_rules import has_te_attention
 from slime.backends.megatron_utils.transformer_config import transformer_config_kwargs
 from slime.backends.protocols import weights_dtype
 from slime.config.run_config import RunConfig
 from slime.models.hf_shape import read_shape, shape_from_config
 from slime.models.shape import ModelShape
-from slime.utils import misc
 from tests.unit.megatron_utils.hub_models import DEEPSEEK_V3, GLM45_AIR, MOONLIGHT, QWEN3_4B, QWEN3_30B
 from tests.unit.megatron_utils.tiny_families import KINDS, make_family_checkpoint, packed_logits
 from tests.unit.megatron_utils.tiny_trainer import VOCAB, make_args, use_single_rank_env
@@ -183,7 +183,7 @@ def test_a_gpu_has_one_kernel_for_swiglu_and_one_for_dropout_if_they_can_be_made
     cpu = build_config(RunConfig.of(make_args(tmp_path)))
     assert (cpu.bias_activation_fusion, cpu.bias_dropout_fusion) == (True, False)
     monkeypatch.setattr("slime.utils.accelerator.current", lambda: SimpleNamespace(is_cpu=False))
-    monkeypatch.setattr("slime.utils.misc.can_compile", misc.can_compile.__wrapped__)
+    monkeypatch.setattr("slime.algorithms.logprobs.can_compile", logprobs.can_compile.__wrapped__)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if name in found else None)
     monkeypatch.setattr("shutil.which", lambda name: name if name in found else None)
     config = build_config(RunConfig.of(make_args(tmp_path, **flags)))

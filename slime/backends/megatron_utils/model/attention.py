@@ -31,8 +31,8 @@ from slime.backends.training.attention import AttentionPlan, packed_attention, p
 from slime.backends.training.context_parallel import gather_rows, zigzag_rows
 from slime.backends.training.data import MicroBatch
 from slime.backends.training.media import Media
+from slime.batch.packing import copy_to
 from slime.utils.errors import ConfigError
-from slime.utils.misc import copy_to
 
 CHUNK = 64
 """Tokens of a matrix product."""
