@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 TRACKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "manifest.json"
 CRITIC = "critic"
+FAILED_STEPS = "failed_steps"
+"""Folder of the batches whose step failed or was skipped, beside the checkpoints."""
 _FORMAT = 1
 _REMOVED = ".removed"
 _ITERATION = re.compile(r"iter_(\d{7})")

@@ -15,6 +15,7 @@ from typing import Literal, TypeAlias
 from slime.backends.training.arguments import CheckpointArgs
 from slime.backends.training.checkpoint_files import (
     CRITIC,
+    FAILED_STEPS,
     TRACKER,
     complete_iterations,
     iteration_directory,
@@ -25,8 +26,8 @@ from slime.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-# files of an interrupted first save
-_LEFT_BY_US = re.compile(rf"\.?iter_\d{{7}}|\.{TRACKER}\.|rollout$|run\.lock$")
+# what a run leaves that ends before its first checkpoint is complete
+_LEFT_BY_US = re.compile(rf"\.?iter_\d{{7}}|\.{TRACKER}\.|(rollout|{CRITIC}|{FAILED_STEPS}|run\.lock)$")
 _RELEASE = "release"
 
 
@@ -158,7 +159,7 @@ def _inspect(flag: str, path: str, step_flag: str, step: int | None) -> Source |
 
 
 def _is_ours(entry: Path) -> bool:
-    """Whether an interrupted first save left ``entry``."""
+    """Whether a run without a complete checkpoint left ``entry``."""
     return _LEFT_BY_US.match(entry.name) is not None
 
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from slime.algorithms.reduce import make_reducer
+from slime.backends.training.checkpoint_files import FAILED_STEPS
 from slime.backends.training.data import MicroBatch, RankPlace, TrainBatch
 from slime.backends.training.loss import LossContext, MicroBatchLoss, names_of_all
 from slime.batch.arguments import ReplayArgs
@@ -262,7 +263,7 @@ class BadSteps:
     """
 
     def __init__(self, directory: str, rank: int) -> None:
-        self._directory = Path(directory) / "failed_steps"
+        self._directory = Path(directory) / FAILED_STEPS
         self._rank = rank
         self._num_skipped = 0
         self._num_in_a_row = 0

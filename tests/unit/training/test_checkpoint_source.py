@@ -150,6 +150,15 @@ def test_a_directory_with_other_files_is_refused_and_the_flag_named(tmp_path: Pa
         _start(load=str(tmp_path))
 
 
+@pytest.mark.parametrize("left", ["failed_steps", "critic", "critic/failed_steps", "rollout", ".iter_0000003.partial"])
+def test_what_a_run_leaves_before_its_first_checkpoint_is_complete_does_not_prevent_a_new_start(
+    tmp_path: Path, left: str
+) -> None:
+    (tmp_path / left).mkdir(parents=True)
+    assert _start(load=str(tmp_path), save=str(tmp_path)) == ("hf", "/hf", "--hf-checkpoint", 0)
+    assert _start(load=str(tmp_path / "critic"), save=str(tmp_path / "critic")) == ("hf", "/hf", "--hf-checkpoint", 0)
+
+
 @pytest.mark.parametrize("text", ["soon", "9" * 5000, "-3", "\N{SUPERSCRIPT TWO}"], ids=["word", "digits", "-3", "2"])
 def test_a_tracker_with_nonsense_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "latest_checkpointed_iteration.txt").write_text(text)
