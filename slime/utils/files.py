@@ -65,7 +65,7 @@ def is_private_directory(directory: Path) -> bool:
 
 logger = logging.getLogger(__name__)
 
-FILE = "run.lock"
+LOCK = "run.lock"
 
 _TAKEN = (errno.EWOULDBLOCK, errno.EACCES)
 _LONGEST = 1000  # bytes of the holder's signature
@@ -86,20 +86,20 @@ class RunLock:
 
     def __init__(self, folder: Path, flag: str, fix: str) -> None:
         # without O_TRUNC: the content names the present holder
-        self._descriptor: int | None = os.open(folder / FILE, os.O_RDWR | os.O_CREAT, 0o644)
+        self._descriptor: int | None = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             holder = os.pread(self._descriptor, _LONGEST, 0).decode("utf-8", errors="replace")
             self.close()
             if error.errno not in _TAKEN:  # a file system without locks: the run continues unprotected
-                logger.info("%s: %s; another run in this folder would not be noticed", folder / FILE, error.strerror)
+                logger.info("%s: %s; another run in this folder would not be noticed", folder / LOCK, error.strerror)
             elif holder != _signature():
                 raise ConfigError(
                     f"{flag}: {_name(holder)} writes to {folder}. {fix}, or end that run first."
                 ) from None
             else:  # flock conflicts also between two descriptors that one process opened, but not between duplicates
-                self._descriptor = _duplicate(folder / FILE)
+                self._descriptor = _duplicate(folder / LOCK)
                 _held.add(self)
             return
         os.ftruncate(self._descriptor, 0)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from slime.utils import process
 from slime.utils.errors import ConfigError
-from slime.utils.files import FILE, RunLock
+from slime.utils.files import LOCK, RunLock
 
 PREFIX = "slime-run-"
 
@@ -77,7 +77,7 @@ def _is_ours(path: Path) -> bool:
     """Made by :func:`scratch_folder` for this user: another user or program cannot make us delete its files."""
     try:
         status = path.lstat()
-        return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and (path / FILE).is_file()
+        return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and (path / LOCK).is_file()
     except OSError:
         return False
 

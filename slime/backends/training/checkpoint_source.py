@@ -23,11 +23,12 @@ from slime.backends.training.checkpoint_files import (
     what_is_torn,
 )
 from slime.utils.errors import ConfigError
+from slime.utils.files import LOCK
 
 logger = logging.getLogger(__name__)
 
 # what a run leaves that ends before its first checkpoint is complete
-_LEFT_BY_US = re.compile(rf"\.?iter_\d{{7}}|\.{TRACKER}\.|(rollout|{CRITIC}|{FAILED_STEPS}|run\.lock)$")
+_LEFT_BY_US = re.compile(rf"\.?iter_\d{{7}}|\.{TRACKER}\.|(rollout|{CRITIC}|{FAILED_STEPS}|{LOCK})$")
 _RELEASE = "release"
 
 
@@ -74,9 +75,10 @@ def find_start(settings: CheckpointArgs, hf_checkpoint: str) -> Source:
                 f"--load {settings.load}: there is no such directory. Name an existing checkpoint; to start afresh now "
                 "and resume later, give --save the same directory."
             )
-        source = _inspect("--load", settings.load, "--ckpt-step", _step(settings.load, settings.ckpt_step))
-        if source is not None:
-            return source
+        if not _lacks_actor(Path(settings.load)):
+            source = _inspect("--load", settings.load, "--ckpt-step", _step(settings.load, settings.ckpt_step))
+            if source is not None:
+                return source
     if settings.pretrained_checkpoint is not None:
         source = _existing("--pretrained-checkpoint", settings.pretrained_checkpoint, "--ckpt-step", None)
     else:
@@ -86,6 +88,13 @@ def find_start(settings: CheckpointArgs, hf_checkpoint: str) -> Source:
             "--load %s holds no checkpoint yet: starting from %s %s", settings.load, source.flag, source.directory
         )
     return source
+
+
+def _lacks_actor(load: Path) -> bool:
+    """Whether ``load`` is the critic's directory in the ``--save`` of a run that has no complete checkpoint yet."""
+    # the critic is written first
+    is_of_run = load.name == CRITIC and (load.parent / LOCK).is_file()
+    return is_of_run and inspect_checkpoint("--load", str(load.parent)) is None
 
 
 def _step(load: str, step: int | None) -> int | None:

@@ -18,6 +18,7 @@ from slime.backends.training.checkpoint_files import (
 from slime.backends.training.checkpoint_source import find_reference, find_start
 from slime.backends.training.rules import check_checkpoints
 from slime.utils.errors import ConfigError
+from slime.utils.files import lock_save
 from tests.unit.megatron_utils.tiny_trainer import make_args
 
 
@@ -194,6 +195,16 @@ def test_actor_and_critic_start_from_the_same_checkpoint_whichever_was_interrupt
     assert _start(load=str(root))[3] == 3
     assert "of the critic's part critic/iter_0000005 __0_0.distcp has 2 bytes" in caplog.text
     assert _start(load=str(critic), save=str(critic))[3] == 3
+
+
+def test_a_critic_starts_anew_if_the_first_checkpoint_of_its_actor_was_not_completed(tmp_path: Path) -> None:
+    critic = _megatron(tmp_path / "critic", 3)
+    _with_manifest(critic, 3)
+    partial_directory(tmp_path, "iter_0000003").mkdir()
+    assert _start(load=str(critic), save=str(critic))[3] == 3  # a critic of its own, in a folder of that name
+    lock_save(str(tmp_path)).close()
+    assert _start(load=str(tmp_path), save=str(tmp_path))[2] == "--hf-checkpoint"
+    assert _start(load=str(critic), save=str(critic))[2] == "--hf-checkpoint"
 
 
 def test_a_checkpoint_that_is_deleted_takes_the_critics_part_with_it(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.utils.files import FILE
+from slime.utils.files import LOCK
 from slime.utils.process import temporary_base
 from slime.utils.scratch import PREFIX, clean, left_folders, scratch_folder
 from tests.limits import Limit
@@ -92,7 +92,7 @@ def test_clean_deletes_folders_of_dead_runs_only(place: Path, capsys: pytest.Cap
         assert left.exists()
         assert clean([]) == 0
         assert not left.exists()
-        assert (in_use / FILE).exists()
+        assert (in_use / LOCK).exists()
         lines = capsys.readouterr().out.splitlines()
         assert sorted(line.split()[0] for line in lines) == ["deleted", "found", "kept", "kept"]
         assert (place / f"{PREFIX}foreign").is_dir()
