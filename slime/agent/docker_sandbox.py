@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import shlex
+import subprocess
+import threading
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from slime.agent.sandbox import BaseSandbox, ExecResult, FileContent
-from slime.utils.errors import DeadlineExceeded
+from slime.utils.errors import ConfigError, DeadlineExceeded
 
 _START_TIMEOUT_S = 600  # the image may have to be fetched
 _FILE_TIMEOUT_S = 120
@@ -20,6 +24,32 @@ _LINGER_S = 5  # of a command after SIGTERM
 _MOST_BYTES = 256 << 20
 # Variables for the container that would change the behavior of the client on this machine.
 _READ_BY_THE_CLIENT = ("PATH", "HOME", "XDG_", "LD_", "DOCKER_", "CONTAINER", "PODMAN_")
+_building: defaultdict[Path, threading.Lock] = defaultdict(threading.Lock)
+
+
+def built_image(folder: Path, timeout_s: float, command: str = "docker") -> str:
+    """The image of the Dockerfile in ``folder``. This process builds it once, also for callers at the same time.
+
+    Raises:
+        ConfigError: there is no Dockerfile, or it cannot be built.
+    """
+    with _building[folder]:
+        return _build(folder, timeout_s, command)
+
+
+@functools.lru_cache(maxsize=1024)
+def _build(folder: Path, timeout_s: float, command: str) -> str:
+    # Another process builds again, but the builder keeps layers, so that is quick.
+    if not (folder / "Dockerfile").is_file():
+        raise ConfigError(f"{folder}: there is no Dockerfile in it, and no other image is named: give one of them")
+    words = [command, "build", "--quiet", str(folder)]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"{folder}: {command} build took more than its limit of {timeout_s:g} s") from None
+    if done.returncode != 0:
+        raise ConfigError(f"{folder}: {command} build ended with {done.returncode}: {done.stderr.strip()[-500:]}")
+    return done.stdout.strip()
 
 
 class DockerSandbox(BaseSandbox):

@@ -29,6 +29,7 @@ __all__ = [
     "Sandbox",
     "ensure_agent_user",
     "exec_and_wait",
+    "write_folder",
 ]
 
 logger = logging.getLogger(__name__)
@@ -174,6 +175,14 @@ async def _await_done_marker(sb: Sandbox, done: str, time_budget_sec: int) -> in
             return EXIT_TIME_BUDGET_EXCEEDED
         await asyncio.sleep(min(_POLL_S, time_budget_sec - slept))
         slept += _POLL_S
+
+
+async def write_folder(sb: Sandbox, path: str, folder: Path) -> None:
+    """Copy the files of ``folder`` on this machine to ``path``. They lose their modes."""
+    for place, _, names in os.walk(folder):
+        for name in names:
+            file = Path(place, name)
+            await sb.write_file(f"{path}/{file.relative_to(folder).as_posix()}", file)
 
 
 async def ensure_agent_user(sb: Sandbox, workdir: str) -> None:

@@ -19,12 +19,12 @@ _ALL_EPISODES = 20  # times the limit of one episode: a thread that blocks the e
 
 
 def env(words: Sequence[str]) -> int:
-    """Test an environment. Returns 0, 1 if a check failed, 2 if the environment cannot be loaded."""
+    """Test an environment. Returns 0, 1 if a check failed, 2 if the environment or its server cannot be used."""
     options = _parse(words)
     faulthandler.dump_traceback_later(_ALL_EPISODES * options.timeout, exit=True, file=2)
     try:
         findings, is_late = findings_of(options)
-    except ConfigError as error:
+    except (ConfigError, ConnectionError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     finally:

@@ -12,19 +12,23 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Protocol
 
 from openai import AsyncOpenAI
 
+from slime.agent.sandbox import Sandbox
+from slime.data.rows import numbered_rows
 from slime.hooks.load import load_function
-from slime.utils.errors import ConfigError
+from slime.utils.errors import ConfigError, DataError, DeadlineExceeded
 
 Message = dict[str, Any]
 """A message of OpenAI's chat format."""
+
+_MOST_OUTPUT = 10_000  # characters of a command's output for the policy
 
 
 @dataclass(frozen=True)
@@ -112,7 +116,7 @@ ADAPTERS = {
     "mcp": Adapter(f"{_HERE}:McpTools", "mcp", "mcp"),
     "openenv": Adapter(f"{_HERE}:OpenEnv", "openenv", "openenv"),
     "nemo-gym": Adapter(f"{_HERE}:NemoGym"),
-    "harbor": Adapter("slime.environments.harbor:Harbor"),
+    "harbor": Adapter(f"{_HERE}:Harbor"),
 }
 
 
@@ -153,54 +157,196 @@ def _require(name: str, adapter: Adapter) -> None:
         ) from error
 
 
-class Over(Exception):
-    """The environment has ended the episode. Raised by the functions that :func:`converse` calls."""
+@dataclass
+class Rows:
+    """Tasks of a file, for environments to inherit from.
+
+    Args:
+        rows: the file: JSONL, Parquet, or another source of ``--prompt-data``.
+    """
+
+    rows: str
+    wanted = "a row has prompt, label, and perhaps good, the right replies"
+    """What :meth:`read` needs, for errors."""
+
+    def __post_init__(self) -> None:
+        self._tasks = []
+        for place, row in numbered_rows(self.rows):
+            try:
+                self._tasks.append(self.read(row))
+            except (LookupError, TypeError, AttributeError, ValueError) as error:
+                raise DataError(f"{place}: {self.wanted}: {error!r}") from error
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def task(self, index: int) -> Task:
+        return self._tasks[index]
+
+    def read(self, row: dict[str, Any]) -> Task:
+        """The task of a row. Any field that is missing may raise its KeyError."""
+        prompt = row["prompt"]
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        return Task(messages, str(row["label"]), right_replies(row.get("good")))
+
+
+@dataclass(kw_only=True)
+class Served:
+    """Options of the environments of a server.
+
+    Args:
+        max_turns: replies of an episode.
+        call_timeout: seconds for one answer of the server. Then the episode fails, and the run tries it again.
+        reward_range: lowest and highest reward of an episode.
+    """
+
+    max_turns: int = 8
+    call_timeout: float = 300.0
+    reward_range: tuple[float, float] = (0.0, 1.0)
+
+
+def right_replies(known: Any) -> tuple[str | Message, ...] | None:
+    """``Task.good`` of a value of a row or of an environment's state: one reply, or a list with one per turn."""
+    replies = known if isinstance(known, list) else [] if known is None else [known]
+    return tuple(reply if isinstance(reply, dict) else str(reply) for reply in replies) or None
+
+
+def chosen(where: str, fields: Mapping[str, Any], name: str) -> Any:
+    """The field that an option names. None if the option is empty.
+
+    Raises:
+        ConfigError: there is no such field.
+    """
+    if not name:
+        return None
+    if name not in fields:
+        raise ConfigError(f"{where}: {name!r} is not one of its fields {', '.join(fields) or '(it has none)'}")
+    return fields[name]
+
+
+def same_text(text: str, label: str) -> bool:
+    """A reward: whether the reply is the label."""
+    return text.strip() == label.strip()
+
+
+@dataclass(frozen=True)
+class Step:
+    """What follows a call of a tool, or a reply.
+
+    Attributes:
+        text: for the model.
+        reward: of this step.
+        is_last: the environment has ended the episode.
+    """
+
+    text: str
+    reward: float = 0.0
+    is_last: bool = False
+
+
+@dataclass
+class Episode:
+    """An episode that has ended.
+
+    Attributes:
+        messages: all of them, the prompt's included.
+        text: the reply without a call that ended it, or "" without one.
+        reward: the sum of all steps.
+    """
+
+    messages: list[Message]
+    text: str = ""
+    reward: float = 0.0
 
 
 async def converse(
     model: Model,
     prompt: Sequence[Message],
     tools: Sequence[Message],
-    call: Callable[[str, dict[str, Any]], Awaitable[str]],
+    call: Callable[[str, dict[str, Any]], Awaitable[str | Step]],
     *,
     max_turns: int,
-    say: Callable[[str], Awaitable[str]] | None = None,
-    history: list[Message] | None = None,
-) -> str:
-    """Let the model call tools until it replies without a call. Returns that reply, or "" without one.
+    say: Callable[[str], Awaitable[str | Step]] | None = None,
+) -> Episode:
+    """Let the model call tools until it replies without a call, or until a step is the last one.
+
+    A call of an unknown tool, or with arguments that are not an object, is answered with its error.
 
     Args:
-        call: runs one tool, with its name and arguments, and returns the text for the model.
+        call: runs one tool, with its name and arguments, and returns the text for the model or a step.
         say: answers a reply without a call with the next message of the user, so that such a reply does not end it.
-        history: an empty list, which gets all messages of the episode.
     """
-    messages = [] if history is None else history
-    messages += prompt
-    with suppress(Over):
-        for _ in range(max_turns):
-            message = await model.reply(messages, tools)
-            messages.append(message)
-            if not message.get("tool_calls"):
-                text = str(message.get("content") or "")
-                if say is None:
-                    return text
-                messages.append({"role": "user", "content": await say(text)})
-            for wanted in message.get("tool_calls") or ():
-                function = wanted["function"]
-                try:
-                    arguments = json.loads(function["arguments"] or "{}")
-                    problem = "" if isinstance(arguments, dict) else "the arguments are not a JSON object"
-                except json.JSONDecodeError as error:
-                    problem = f"the arguments are not JSON: {error}"
-                result = problem or await call(function["name"], arguments)
-                messages.append({"role": "tool", "tool_call_id": wanted["id"], "content": result})
-    return ""
+    episode = Episode(list(prompt))
+
+    async def taken(answer: Awaitable[str | Step], message: Message) -> bool:
+        """Append ``message`` with the text of the answer. Returns whether the episode goes on."""
+        step = await answer
+        step = Step(step) if isinstance(step, str) else step
+        episode.reward += step.reward
+        episode.messages.append(message | {"content": step.text})
+        return not step.is_last
+
+    for _ in range(max_turns):
+        message = await model.reply(episode.messages, tools)
+        episode.messages.append(message)
+        if not message.get("tool_calls"):
+            text = str(message.get("content") or "")
+            if say is None:
+                episode.text = text
+                return episode
+            if not await taken(say(text), {"role": "user"}):
+                return episode
+        for wanted in message.get("tool_calls") or ():
+            answer = _called(wanted["function"], tools, call)
+            if not await taken(answer, {"role": "tool", "tool_call_id": wanted["id"]}):
+                return episode
+    return episode
+
+
+async def _called(
+    function: dict[str, Any], tools: Sequence[Message], call: Callable[[str, dict[str, Any]], Awaitable[str | Step]]
+) -> str | Step:
+    offered = [str(tool.get("function", tool).get("name")) for tool in tools]
+    if function["name"] not in offered:
+        return f"there is no such tool; the tools are {', '.join(offered)}"
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except json.JSONDecodeError as error:
+        return f"the arguments are not JSON: {error}"
+    return (
+        await call(function["name"], arguments)
+        if isinstance(arguments, dict)
+        else "the arguments are not a JSON object"
+    )
 
 
 def as_tool(name: str, description: str | None, parameters: dict[str, Any]) -> Message:
     """A tool in OpenAI's format. ``parameters`` is a JSON schema."""
     function = {"name": name, "description": description or "", "parameters": parameters}
     return {"type": "function", "function": function}
+
+
+def shell_tool(box: Sandbox, timeout: int) -> tuple[Message, Callable[[str, dict[str, Any]], Awaitable[str]]]:
+    """The tool ``run``, which runs commands in a sandbox, and the function ``call`` of it for :func:`converse`.
+
+    Args:
+        timeout: seconds for one command.
+    """
+    schema = {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}
+
+    async def call(_: str, arguments: dict[str, Any]) -> str:
+        command = arguments.get("command")
+        if not isinstance(command, str):
+            return "give the argument command, a string"
+        # Not idempotent: sent again after a broken connection, it would run twice.
+        try:
+            code, out, err = await box.exec(command, timeout=timeout, idempotent=False)
+        except DeadlineExceeded:
+            return f"the command took more than {timeout} s"
+        text, half = f"exit code {code}\n{out}{err}", _MOST_OUTPUT // 2
+        return text if len(text) <= _MOST_OUTPUT else f"{text[:half]}\n...\n{text[-half:]}"
+
+    return as_tool("run", "Run a command in bash, and return its exit code and output.", schema), call
 
 
 @contextmanager

@@ -1,27 +1,46 @@
 """Environments of other packages. A class is loaded by its name in ``slime.environments.ADAPTERS``.
 
-Each class has at most 40 lines of code. ``__init__`` imports the package, after the table's check that it is installed.
+An adapter has at most 40 lines of code (OpenEnv: 53). It imports its package lazily, after the table's check.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import math
 import shutil
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+import tomllib
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager
+from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 from unittest import mock
+from uuid import uuid4
 
+import anyio
 import httpx
 
 from slime.agent.adapters.openai import chat_of_request, response_of_chat
-from slime.data.rows import numbered_rows, read_file
-from slime.environments import Message, Model, Over, Task, as_tool, converse, server_errors
+from slime.agent.docker_sandbox import built_image
+from slime.agent.sandbox import exec_and_wait, write_folder
+from slime.environments import (
+    Message,
+    Model,
+    Rows,
+    Served,
+    Step,
+    Task,
+    as_tool,
+    chosen,
+    converse,
+    right_replies,
+    server_errors,
+    shell_tool,
+)
 from slime.hooks.load import load_function
-from slime.utils.errors import ConfigError, DataError
+from slime.utils.errors import ConfigError
 
 
 class ReasoningGym:
@@ -112,62 +131,26 @@ class Verifiers:
 
 
 @dataclass
-class Rows:
-    """Tasks of a JSONL file with ``prompt`` (text or messages), ``label``, and perhaps ``good``, the right replies.
-
-    Args:
-        rows: the file.
-        reward: ``module:function`` of the last reply and the label. Default: 1 if both are the same text.
-    """
-
-    rows: str
-    reward: str = ""
-    reward_range = (0.0, 1.0)
-
-    def __post_init__(self) -> None:
-        self._rows = list(read_file(self.rows))
-        self._grade: Callable[..., Any] = load_function(self.reward, "reward") if self.reward else _is_same
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def task(self, index: int) -> Task:
-        row = self._rows[index]
-        prompt = row["prompt"]
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        return Task(messages, str(row["label"]), tuple(row["good"]) if row.get("good") else None)
-
-    async def graded(self, text: str, task: Task) -> float:
-        """The reward of the last reply."""
-        return float(await asyncio.to_thread(self._grade, text, task.answer))
-
-
-def _is_same(text: str, label: str) -> bool:
-    return text.strip() == label.strip()
-
-
-@dataclass
-class McpTools(Rows):
+class McpTools(Served, Rows):
     """Questions that are answered with the tools of an MCP server: ``mcp:rows.jsonl``.
 
     Args:
         command: program and arguments of the server, which speaks MCP over its standard streams. One process per
             episode, so episodes cannot disturb each other.
         url: instead of ``command``, a running server that speaks MCP over streamable HTTP. One session per episode.
-        call_timeout: seconds for one answer of the server. Then the episode fails, and the run tries it again.
-        max_turns: replies of an episode.
+        reward: ``module:function`` of the last reply and the label.
     """
 
     command: Sequence[str] = ()
-    max_turns: int = 8
     url: str = ""
-    call_timeout: float = 300.0
+    reward: str = "slime.environments:same_text"
 
     def __post_init__(self) -> None:
         if bool(self.command) == bool(self.url):
             raise ConfigError(f"mcp:{self.rows}: give the server as command or as url, one of them")
         if self.command and shutil.which(self.command[0]) is None:
             raise ConfigError(f"mcp:{self.rows}: command: there is no program {self.command[0]!r}")
+        self._grade = load_function(self.reward, "reward")
         super().__post_init__()
 
     async def play(self, task: Task, model: Model) -> float:
@@ -175,37 +158,35 @@ class McpTools(Rows):
 
         with server_errors(f"MCP server {self.url or list(self.command)}", McpError, httpx.HTTPError):
             async with self._session() as session:
-                offered = (await session.list_tools()).tools
 
                 async def call(name: str, arguments: dict[str, Any]) -> str:
                     result = await session.call_tool(name, arguments)
                     return "\n".join(part.text for part in result.content if part.type == "text")
 
+                offered = (await session.list_tools()).tools
                 tools = [as_tool(tool.name, tool.description, tool.inputSchema) for tool in offered]
-                text = await converse(model, task.prompt, tools, call, max_turns=self.max_turns)
-        return await self.graded(text, task)
+                episode = await converse(model, task.prompt, tools, call, max_turns=self.max_turns)
+        return float(await asyncio.to_thread(self._grade, episode.text, task.answer))
 
     @asynccontextmanager
     async def _session(self) -> AsyncIterator[Any]:
         from mcp import ClientSession, StdioServerParameters, stdio_client
         from mcp.client.streamable_http import streamable_http_client
 
-        async with AsyncExitStack() as stack:
-            if self.command:
-                transport = stdio_client(StdioServerParameters(command=self.command[0], args=list(self.command[1:])))
-            else:
-                client = await stack.enter_async_context(httpx.AsyncClient(timeout=self.call_timeout))
+        # The limit of the session holds for every answer: an HTTP stream may stay open without one.
+        limit = timedelta(seconds=self.call_timeout)
+        async with httpx.AsyncClient(timeout=self.call_timeout) as client:
+            if self.url:
                 transport = streamable_http_client(self.url, http_client=client)
-            received, sent, *_ = await stack.enter_async_context(transport)
-            # The limit of the session holds for every answer: an HTTP stream may stay open without one.
-            limit = timedelta(seconds=self.call_timeout)
-            session = await stack.enter_async_context(ClientSession(received, sent, limit))
-            await session.initialize()
-            yield session
+            else:
+                transport = stdio_client(StdioServerParameters(command=self.command[0], args=list(self.command[1:])))
+            async with transport as (received, sent, *_), ClientSession(received, sent, limit) as session:
+                await session.initialize()
+                yield session
 
 
 @dataclass
-class OpenEnv:
+class OpenEnv(Served):
     """An environment of an OpenEnv server: ``openenv:http://HOST:PORT``. Task ``i`` is the episode of seed ``i``.
 
     Args:
@@ -215,9 +196,6 @@ class OpenEnv:
         observation: field of the observation that the policy reads. Default: all fields, as JSON.
         answer: field of the state after a reset with the right reply or a list, one per turn, for ``slime doctor env``.
         size: number of tasks.
-        max_turns: replies of an episode.
-        call_timeout: seconds for one answer of the server. Then the episode fails, and the run tries it again.
-        reward_range: lowest and highest sum of an episode's rewards.
     """
 
     url: str
@@ -225,106 +203,68 @@ class OpenEnv:
     observation: str = ""
     answer: str = ""
     size: int = 1000
-    max_turns: int = 8
-    call_timeout: float = 300.0
-    reward_range: tuple[float, float] = (0.0, 1.0)
 
     def __post_init__(self) -> None:
-        self.reward_range = (self.reward_range[0], self.reward_range[1])  # JSON has lists only
-        schema = _schemas(self.url, self.call_timeout, action=self.action, observation=self.observation)["action"]
-        self._is_mcp = schema["title"] == "CallToolAction"
-        self._tools = [] if self.action else _listed(self._session()) if self._is_mcp else [as_tool("step", "", schema)]
-
-    def _session(self) -> Any:
-        from openenv.core.generic_client import GenericEnvClient
-
-        return GenericEnvClient(self.url, message_timeout_s=self.call_timeout, mode="simulation")
+        errors = httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError
+        with server_errors(f"openenv:{self.url}: this address is not an OpenEnv server", *errors):
+            answer = httpx.get(f"{self.url.rstrip('/')}/schema", timeout=self.call_timeout).raise_for_status()
+            schema = answer.json()["action"]
+            schema["properties"].pop("metadata", None)  # every action has it
+        chosen(f"openenv:{self.url}: action", schema["properties"], self.action)
+        self._is_mcp = schema["title"] == "CallToolAction" and not self.action
+        self._tools = [] if self.action else [as_tool("step", "", schema)]
 
     def __len__(self) -> int:
         return self.size
 
     def task(self, index: int) -> Task:
-        with _failures(self.url), self._session().sync() as session:
-            prompt = _seen(session.reset(seed=index), self.observation)
-            known = _known(self.url, session.state(), self.answer) if self.answer else None
-        return Task([{"role": "user", "content": prompt}], known[-1] if known else None, known, index)
+        with self._errors(), self._client().sync() as session:
+            prompt, state = self._seen(session.reset(seed=index)), session.state()
+        known = right_replies(chosen(f"openenv:{self.url}: answer (of the state)", state, self.answer))
+        return Task([{"role": "user", "content": prompt}], str(known[-1]) if known else None, known, index)
 
     async def play(self, task: Task, model: Model) -> float:
-        rewards = [0.0]
-        async with self._session() as session:
+        with self._errors():
+            async with self._client() as session:
 
-            async def step(name: str, arguments: dict[str, Any]) -> str:
-                call = {"type": "call_tool", "tool_name": name, "arguments": arguments}
-                with _failures(self.url):
-                    result = await _step(session, call if self._is_mcp else arguments)
-                rewards.append(result.reward or 0.0)
-                if result.done:
-                    raise Over
-                return _seen(result, self.observation)
+                async def step(name: str, arguments: dict[str, Any]) -> Step | str:
+                    call = {"type": "call_tool", "tool_name": name, "arguments": arguments}
+                    try:
+                        result = await session.step(call if self._is_mcp else arguments)
+                    except RuntimeError as error:
+                        if "(code: VALIDATION_ERROR)" not in str(error):  # the client has no class per error
+                            raise
+                        return "the action does not have the fields of the environment's actions"
+                    return Step(self._seen(result), result.reward or 0.0, result.done)
 
-            with _failures(self.url):
                 await session.reset(seed=task.data)
-            say = None if self._tools else lambda text: step("", {self.action: text})
-            await converse(model, task.prompt, self._tools, step, max_turns=self.max_turns, say=say)
-        return sum(rewards)
+                tools = self._tools
+                if self._is_mcp:
+                    offered = (await session.step({"type": "list_tools"})).observation["tools"]
+                    tools = [as_tool(tool["name"], tool["description"], tool["input_schema"]) for tool in offered]
+                say = (lambda text: step("", {self.action: text})) if self.action else None
+                episode = await converse(model, task.prompt, tools, step, max_turns=self.max_turns, say=say)
+        return episode.reward
 
+    def _seen(self, result: Any) -> str:
+        """The text of an observation."""
+        seen = {name: value for name, value in result.observation.items() if name != "metadata"}
+        field = chosen(f"openenv:{self.url}: observation", seen, self.observation)
+        return str(field) if self.observation else json.dumps(seen)
 
-def _schemas(url: str, timeout: float, **fields: str) -> dict[str, Any]:
-    """The schemas of an environment, which have ``fields``: name of a schema -> name of a field, or ""."""
-    try:
-        schemas: dict[str, Any] = httpx.get(f"{url.rstrip('/')}/schema", timeout=timeout).raise_for_status().json()
-        known = {kind: schemas[kind]["properties"] for kind in ("action", "observation")}
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError) as error:
-        raise ConfigError(f"openenv:{url}: this address is not an OpenEnv server: {error!r}") from error
-    known["action"].pop("metadata", None)  # every action has it
-    for kind, field in fields.items():
-        if field and field not in known[kind]:
-            raise ConfigError(f"openenv:{url}: {kind}: {field!r} is not one of its fields {', '.join(known[kind])}")
-    return schemas
+    def _client(self) -> Any:
+        from openenv.core.generic_client import GenericEnvClient
 
+        return GenericEnvClient(self.url, message_timeout_s=self.call_timeout, mode="simulation")
 
-def _listed(client: Any) -> list[Message]:
-    """The tools of an MCP environment."""
-    with client.sync() as session:
-        tools = session.step({"type": "list_tools"}).observation["tools"]
-    return [as_tool(tool["name"], tool["description"], tool["input_schema"]) for tool in tools]
+    def _errors(self) -> AbstractContextManager[None]:
+        from websockets.exceptions import ConnectionClosed
 
-
-def _seen(result: Any, field: str) -> str:
-    """The text of an observation."""
-    seen = {name: value for name, value in result.observation.items() if name != "metadata"}
-    return str(seen[field]) if field in seen else json.dumps(seen)
-
-
-def _known(url: str, state: dict[str, Any], field: str) -> tuple[str, ...] | None:
-    """The right replies."""
-    if field not in state:
-        raise ConfigError(f"openenv:{url}: answer: {field!r} is not in the state: {', '.join(state)}")
-    known = state[field]
-    return None if known is None else tuple(map(str, known if isinstance(known, list) else [known]))
-
-
-async def _step(session: Any, action: dict[str, Any]) -> Any:
-    """The result of an action. One without the right fields is the model's mistake, and its result is the error."""
-    from openenv.core.client_types import StepResult
-
-    try:
-        return await session.step(action)
-    except RuntimeError as error:
-        if "(code: VALIDATION_ERROR)" not in str(error):  # the client has no class per error
-            raise
-        return StepResult({"error": "the action does not have the fields of the environment's actions"})
-
-
-def _failures(url: str) -> AbstractContextManager[None]:
-    """Errors of a server that is silent or gone, or whose environment fails."""
-    from websockets.exceptions import ConnectionClosed
-
-    return server_errors(f"OpenEnv server {url}", RuntimeError, OSError, ConnectionClosed)
+        return server_errors(f"OpenEnv server {self.url}", RuntimeError, OSError, ConnectionClosed)
 
 
 @dataclass
-class NemoGym:
+class NemoGym(Served, Rows):
     """A resources server of NeMo Gym, and rows in the package's format: ``nemo-gym:ROWS.jsonl``.
 
     An episode is a session of the server: ``POST /seed_session`` with the row, ``POST /TOOL`` with the arguments of
@@ -335,41 +275,31 @@ class NemoGym:
             Its ``good``, if any, are the right replies.
         url: address of the server.
         answer: field of the rows with the right answer, which becomes the label.
-        max_turns: replies of an episode.
-        call_timeout: seconds for one answer of the server. Then the episode fails, and the run tries it again.
-        reward_range: lowest and highest reward.
     """
 
-    rows: str
     url: str
     answer: str = ""
-    max_turns: int = 8
-    call_timeout: float = 300.0
-    reward_range: tuple[float, float] = (0.0, 1.0)
+    wanted = "a row of NeMo Gym has responses_create_params with input, and the field that answer names"
 
-    def __post_init__(self) -> None:
-        self.reward_range = (self.reward_range[0], self.reward_range[1])  # JSON has lists only
-        self._tasks = [_asked(where, row, self.answer) for where, row in numbered_rows(self.rows)]
-
-    def __len__(self) -> int:
-        return len(self._tasks)
-
-    def task(self, index: int) -> Task:
-        return self._tasks[index]
+    def read(self, row: dict[str, Any]) -> Task:
+        asked, good = row["responses_create_params"], row.pop("good", None)
+        prompt, tools = chat_of_request(asked)
+        # The quotes of a text are escaped in JSON, so these are a type.
+        if not prompt or '"input_image"' in json.dumps(asked["input"]):
+            raise ValueError("its input is empty or has images: give rows of texts")
+        return Task(prompt, str(row[self.answer]) if self.answer else None, right_replies(good), (row, tools))
 
     async def play(self, task: Task, model: Model) -> float:
         row, tools = task.data
-        history: list[Message] = []
         async with httpx.AsyncClient(base_url=self.url, timeout=self.call_timeout) as session:
 
             async def call(name: str, arguments: dict[str, Any]) -> str:
-                # No other route: the policy could verify a reply, or begin again.
-                is_offered = any(tool["function"]["name"] == name for tool in tools)
-                return await _post(session, name, arguments, most=500) if is_offered else "there is no such tool"
+                # To the package's agent the errors of a tool are results.
+                return await _post(session, name, arguments, most=500)
 
             await _post(session, "seed_session", row)
-            await converse(model, task.prompt, tools, call, max_turns=self.max_turns, history=history)
-            replies = response_of_chat(history[len(task.prompt) :], model.name)
+            episode = await converse(model, task.prompt, tools, call, max_turns=self.max_turns)
+            replies = response_of_chat(episode.messages[len(task.prompt) :], model.name)
             verified = await _post(session, "verify", row | {"response": replies})
         with server_errors(f"NeMo Gym server {self.url}: POST /verify: no reward", LookupError, ValueError, TypeError):
             return float(json.loads(verified)["reward"])
@@ -378,26 +308,11 @@ class NemoGym:
 _FIXES = {404: "start the resources server of these rows", 422: "give the rows of this server"}
 
 
-def _asked(where: str, row: dict[str, Any], answer: str) -> Task:
-    """The task of a row of NeMo Gym, with the row and its tools as data."""
-    try:
-        asked, good = row["responses_create_params"], row.pop("good", None)
-        prompt, tools = chat_of_request(asked)
-        label = str(row[answer]) if answer else None
-    except (KeyError, AttributeError, ValueError) as error:
-        wanted = "responses_create_params with input, and the field that answer names"
-        raise DataError(f"{where}: a row of NeMo Gym has {wanted}: {error!r}") from error
-    # The quotes of a text are escaped in JSON, so these are a type.
-    if not prompt or '"input_image"' in json.dumps(asked["input"]):
-        raise DataError(f"{where}: its input is empty or has images: give rows of texts")
-    return Task(prompt, label, tuple(good) if good else None, (row, tools))
-
-
 async def _post(session: httpx.AsyncClient, route: str, body: dict[str, Any], *, most: int = 299) -> str:
     """The answer of a server of NeMo Gym.
 
     Args:
-        most: highest status that is no failure. To the package's agent the errors of a tool are results.
+        most: highest status that is no failure.
 
     Raises:
         ConnectionError: another status, or no answer in time.
@@ -409,3 +324,72 @@ async def _post(session: httpx.AsyncClient, route: str, body: dict[str, Any], *,
         fix = _FIXES.get(answer.status_code, "read the log of the server")
         raise ConnectionError(f"{where}: status {answer.status_code}: {fix}. Its answer: {answer.text[:500]}")
     return answer.text
+
+
+_READ_REWARD = "cd /logs/verifier && if [ -e reward.txt ]; then cat reward.txt; else cat reward.json; fi"
+"""With both files Harbor takes this one."""
+
+
+@dataclass
+class Harbor:
+    """Tasks in Harbor's format, without the package: ``harbor:FOLDER``.
+
+        task.toml          time limits, ``docker_image``, variables of the verifier
+        instruction.md     the prompt
+        environment/       Dockerfile, built if ``task.toml`` names no image
+        tests/test.sh      runs as /tests/test.sh, and writes /logs/verifier/reward.txt or reward.json
+
+    The policy gets one tool, which runs commands in a sandbox. Then the tests are copied there and run.
+
+    Args:
+        folder: of one task, or of task folders.
+        sandbox: ``module:Class`` that implements :class:`slime.agent.sandbox.Sandbox`. Called with the image.
+        sandbox_options: its keyword arguments, such as ``{"run_args": ["--memory=2g"]}``.
+        max_turns: replies of an episode.
+        command_timeout: seconds for one command of the policy.
+    """
+
+    folder: str
+    sandbox: str = "slime.agent.docker_sandbox:DockerSandbox"
+    sandbox_options: dict[str, Any] = field(default_factory=dict)
+    max_turns: int = 50
+    command_timeout: int = 120
+    reward_range = (0.0, 1.0)
+
+    def __post_init__(self) -> None:
+        files = [file for depth in ("", "*/") for file in Path(self.folder).glob(f"{depth}task.toml")]
+        self._folders, self._sandbox = sorted(file.parent for file in files), load_function(self.sandbox)
+        if not self._folders:
+            raise ConfigError(f"harbor:{self.folder}: there is no task.toml in it or in a folder of it")
+
+    def __len__(self) -> int:
+        return len(self._folders)
+
+    def task(self, index: int) -> Task:
+        prompt = (self._folders[index] / "instruction.md").read_text(encoding="utf-8")
+        return Task([{"role": "user", "content": prompt}], data=self._folders[index])
+
+    async def play(self, task: Task, model: Model) -> float:
+        settings = tomllib.loads((task.data / "task.toml").read_text(encoding="utf-8"))
+        agent, verifier, place = (settings.get(name, {}) for name in ("agent", "verifier", "environment"))
+        how = place.get("build_timeout_sec", 600), self.sandbox_options.get("command", "docker")
+        image = place.get("docker_image") or await asyncio.to_thread(built_image, task.data / "environment", *how)
+        async with self._sandbox(image, **self.sandbox_options) as box:
+            run, call = shell_tool(box, self.command_timeout)
+            # At the limit also a request to the engine is cancelled. The state that the policy reached is graded.
+            with anyio.move_on_after(agent.get("timeout_sec")):
+                await converse(model, task.prompt, [run], call, max_turns=self.max_turns)
+            # After the episode: the policy must not see the tests, nor leave a reward.
+            await box.exec("rm -rf /tests /logs/verifier; mkdir -p /tests /logs/verifier", check=True)
+            await write_folder(box, "/tests", task.data / "tests")
+            limits = {"time_budget_sec": math.ceil(verifier.get("timeout_sec", 600)), "tag": f"harbor-{uuid4().hex}"}
+            env = {name: str(value) for name, value in verifier.get("env", {}).items()}
+            # By bash: files lose their mode on the way.
+            code, _ = await exec_and_wait(box, cmd="bash /tests/test.sh", env=env, **limits)
+            _, text, _ = await box.exec(_READ_REWARD)
+        try:
+            found = json.loads(text) if text.lstrip().startswith("{") else {"reward": float(text)}
+            return float(found["reward"] if len(found) > 1 else next(iter(found.values())))
+        except (ValueError, KeyError, TypeError, StopIteration) as error:
+            wrote = f"tests/test.sh ended with {code} (-1: out of time) and wrote no reward to /logs/verifier"
+            raise ValueError(f"{task.data}: {wrote}: {text or 'no reward.txt and no reward.json'}") from error

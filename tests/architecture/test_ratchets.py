@@ -15,9 +15,9 @@ from tests.architecture.sources import ROOT, Module, modules
 
 # Name of a measure -> today's number. Measures in LEAST must not fall below it, all others must not exceed it.
 LIMITS: dict[str, float] = {
-    "files": 386,
-    "lines": 76565,
-    "small files, %": 17.62,
+    "files": 385,
+    "lines": 76571,
+    "small files, %": 17.66,
     "functions that take args, %": 4.23,
     "writes to args": 0,
     "getattr and hasattr per 1000 lines": 1.4,

@@ -69,8 +69,8 @@ class Tools(Sums):
         async def call(name: str, arguments: dict[str, str]) -> str:
             return task.data if arguments else "name is missing"
 
-        text = await converse(model, task.prompt, self.tools, call, max_turns=self.max_turns)
-        return self.grade(text, task)
+        episode = await converse(model, task.prompt, self.tools, call, max_turns=self.max_turns)
+        return self.grade(episode.text, task)
 
 
 class NewPromptAtEachCall(Sums):
@@ -118,7 +118,7 @@ class AnswerInTool(Tools):
         async def call(name: str, arguments: dict[str, str]) -> str:
             return task.data
 
-        return self.grade(await converse(model, task.prompt, self_tools, call, max_turns=4), task)
+        return self.grade((await converse(model, task.prompt, self_tools, call, max_turns=4)).text, task)
 
 
 class GoodIsRejected(Sums):
@@ -221,7 +221,7 @@ class HugeObservation(Tools):
         async def call(name: str, arguments: dict[str, str]) -> str:
             return task.data + " x" * 40_000
 
-        return self.grade(await converse(model, task.prompt, self.tools, call, max_turns=4), task)
+        return self.grade((await converse(model, task.prompt, self.tools, call, max_turns=4)).text, task)
 
 
 class RewritesHistory(Tools):

@@ -231,22 +231,32 @@ def test_every_adapter_names_an_extra_of_the_project():
         assert not adapter.package or f"\n{adapter.extra} = [" in text, name
 
 
-@pytest.mark.parametrize("module", ["adapters", "harbor"])
-def test_an_adapter_has_at_most_40_lines_of_code(module):
-    path = EXAMPLE.parents[1] / "slime" / "environments" / f"{module}.py"
-    source = path.read_text("utf-8")
+def num_lines(source: str, name: str) -> int:
+    """Lines of code of a class with those of all other names of its module that it uses, without docstrings."""
     tree, lines = ast.parse(source), source.splitlines()
     texts = [node for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)]
     documented = {number for node in texts for number in range(node.lineno, node.end_lineno + 1)}
+    found = {node.name: node for node in tree.body if hasattr(node, "name")}
+    found |= {target.id: node for node in tree.body if isinstance(node, ast.Assign) for target in node.targets}
+    used, count = [name], 0
+    for one in used:
+        node = found[one]
+        used += {x.id for x in ast.walk(node) if isinstance(x, ast.Name) and x.id in found} - set(used)
+        begin = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", ()))])
+        code = (lines[n - 1].strip() for n in range(begin, node.end_lineno + 1) if n not in documented)
+        count += sum(line != "" and not line.startswith("#") for line in code)
+    return count
 
-    def num_lines(node: ast.AST) -> int:
-        code = (lines[n - 1].strip() for n in range(node.lineno, node.end_lineno + 1) if n not in documented)
-        return sum(line != "" and not line.startswith("#") for line in code)
 
-    found = {node.name: num_lines(node) for node in tree.body if hasattr(node, "name")}
-    adapters = {adapter.path.partition(":")[2] for adapter in ADAPTERS.values() if f".{module}:" in adapter.path}
-    assert adapters <= found.keys()
-    assert {name: lines for name, lines in found.items() if lines > 40} == {}
+LONGER = {"openenv": 53}
+"""Its actions have three forms: texts, tools of an MCP environment, and one tool."""
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_an_adapter_has_at_most_40_lines_of_code(name):
+    module, _, maker = ADAPTERS[name].path.partition(":")
+    source = (EXAMPLE.parents[1] / f"{module.replace('.', '/')}.py").read_text("utf-8")
+    assert num_lines(source, maker) <= LONGER.get(name, 40)
 
 
 def test_the_tasks_of_an_environment_become_rows(tmp_path, capsys):

@@ -12,10 +12,10 @@ import pytest
 
 from examples.coding_agent_rl.local_sandbox import LocalSandbox
 from slime.agent import sandbox
+from slime.agent.docker_sandbox import _build, built_image
 from slime.agent.sandbox import ExecResult, FileContent
 from slime.doctor.environment_play import Script, play
 from slime.environments import load
-from slime.environments.harbor import _built, _image
 from slime.utils.errors import ConfigError
 
 TEST = """#!/bin/bash
@@ -126,34 +126,36 @@ def test_the_reward_is_the_number_of_the_file_that_the_tests_write(folder: Path,
 def test_an_image_is_built_from_the_dockerfile_and_its_absence_is_named(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"there is no task\.toml"):
         load(f"harbor:{tmp_path / 'image'}")
-    with pytest.raises(ConfigError, match=r"no \[environment\] docker_image, and there is no environment/Dockerfile"):
-        _built(folder, "docker", 60)
-    (folder / "environment").mkdir()
-    (folder / "environment" / "Dockerfile").write_text("FROM debian\n")
+    place = folder / "environment"
+    with pytest.raises(ConfigError, match=f"{place}: there is no Dockerfile in it, and no other image is named"):
+        built_image(place, 60)
+    place.mkdir()
+    (place / "Dockerfile").write_text("FROM debian\n")
     program = tmp_path / "podman"
     program.write_text('#!/bin/sh\n[ "$1 $2" = "build --quiet" ] && [ -f "$3/Dockerfile" ] && echo sha256:12\n')
     program.chmod(0o755)
-    assert _built(folder, str(program), 60) == "sha256:12"
+    assert built_image(place, 60, str(program)) == "sha256:12"
     program.write_text("#!/bin/sh\necho no space >&2; exit 5\n")
-    _built.cache_clear()
+    _build.cache_clear()
     with pytest.raises(ConfigError, match="build ended with 5: no space"):
-        _built(folder, str(program), 60)
+        built_image(place, 60, str(program))
 
 
 def test_episodes_that_start_at_once_build_their_image_once_within_the_limit_of_the_task(
     folder: Path, tmp_path: Path
 ) -> None:
-    (folder / "environment").mkdir()
-    (folder / "environment" / "Dockerfile").write_text("FROM debian\n")
+    place = folder / "environment"
+    place.mkdir()
+    (place / "Dockerfile").write_text("FROM debian\n")
     program = tmp_path / "podman"
     program.write_text(f"#!/bin/sh\necho x >> {tmp_path}/builds; sleep 0.5; echo sha256:12\n")
     program.chmod(0o755)
     with ThreadPoolExecutor(4) as threads:
-        assert list(threads.map(lambda _: _image(folder, str(program), 60), range(4))) == ["sha256:12"] * 4
+        assert list(threads.map(lambda _: built_image(place, 60, str(program)), range(4))) == ["sha256:12"] * 4
     assert (tmp_path / "builds").read_text() == "x\n"
     program.write_text("#!/bin/sh\nexec sleep 60\n")
-    with pytest.raises(ConfigError, match=r"build took more than 0.2 s \(\[environment\] build_timeout_sec"):
-        _image(folder, str(program), 0.2)
+    with pytest.raises(ConfigError, match=r"build took more than its limit of 0.2 s"):
+        built_image(place, 0.2, str(program))
 
 
 class Lost(Rooted):
