@@ -145,10 +145,9 @@ class RolloutManager:
         num_passing = shipment.cost()
         if num_passing is not None:
             metrics["rollout/unique_token_share"] = num_passing / shipment.num_tokens
-        boxes = [boxed(batch, self._args.rollout_data_transport) for batch in shipment.ranks]
         return replace(
             result,
-            shards=boxes,
+            shards=boxed(shipment.ranks, self._args.rollout_data_transport),
             metrics=metrics,
             version=None if is_new else rollout.newest,
             oldest_version=None if is_new else rollout.version,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
@@ -95,9 +96,23 @@ def process_rollout_data(
 Transport: TypeAlias = Literal["object-store", "nixl"]
 
 
-def boxed(batch: dict[str, Any], transport: Transport) -> Box:
-    """A reference to the batch. Called in an actor with :func:`actor_options`, and read in such actors."""
-    return Box(ray.put(batch, _tensor_transport="nixl") if transport == "nixl" else ray.put(batch))
+_ROLLOUTS = 16
+"""Trained by then, unless ``--async-buffer-size`` is larger."""
+_put: deque[list[bytes]] = deque()
+
+
+def boxed(batches: Sequence[Any], transport: Transport = "object-store") -> list[Box]:
+    """References to the batches of a rollout, made in an actor with :func:`actor_options`, and read in such actors."""
+    how = {"_tensor_transport": "nixl"} if transport == "nixl" else {}
+    boxes = [Box(ray.put(batch, **how)) for batch in batches]
+    if transport == "object-store":
+        # Ray 2.60: if the owner of an object drops it before its borrowers do, the owner keeps an entry of 300 bytes
+        # for it, until it drops another reference to the object.
+        _put.append([box.inner.binary() for box in boxes])
+        if len(_put) > _ROLLOUTS:
+            for name in _put.popleft():
+                ray.ObjectRef(name)
+    return boxes
 
 
 def actor_options(transport: Transport) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from slime.observability.logging_utils import configure_logger
 from slime.ray.engines.fleet import RayEngineFleet
 from slime.ray.run.cluster import node_address
 from slime.ray.run.device_handoff import engines_share_devices
-from slime.ray.shards import Box, process_rollout_data
+from slime.ray.shards import Box, boxed, process_rollout_data
 from slime.ray.watch.heartbeat import register_process
 from slime.ray.weight_updater import canary_of, root_proof, weight_updater
 from slime.rollout.arguments import DEFAULT_ROLLOUT_FUNCTION
@@ -148,7 +148,7 @@ class TrainActor:
     ) -> tuple[TrainReport, Box]:
         """The critic's :meth:`train`. Returns its report and the values for the actor's rank of the same number."""
         report, values = self.trainer.train_values(rollout_id, self._batch(rollout_id, shards, versions))
-        return report, Box(ray.put(values))
+        return report, boxed([values])[0]
 
     def _batch(self, rollout_id: int, shards: Sequence[Box], versions: tuple[str, str] | None) -> dict[str, Any]:
         batch = process_rollout_data(self._args, shards, *self.trainer.data_parallel)
