@@ -214,6 +214,9 @@ def modules() -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("module", modules())
 def test_public_names_can_be_imported(module):
+    from slime.backends.megatron_utils.patches.install import install
+
+    install()  # the module of a model's router imports megatron.core, as the trainer does after this call
     loaded = importlib.import_module(module)
     missing = []
     for name in modules()[module]:
@@ -243,6 +246,14 @@ def test_agents_import_without_the_engines_and_without_transformers():
     code += f"print([name for name in {heavy!r} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_script_imports_the_functions_of_a_conversion_before_it_calls_init():
+    paths = {path: names for path, names in modules().items() if path.startswith("slime.backends.megatron_utils.")}
+    code = "\n".join(f"from {path} import {', '.join(names)}" for path, names in paths.items())
+    code += "\nimport sys\nprint('megatron.core' in sys.modules)"  # init has to patch it before
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
 
 
 def test_the_timer_of_plugins_adds_up_and_can_leave_a_part_out():

@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 
-from slime.backends.megatron_utils.checkpoint.tensors import from_megatron
 from slime.backends.megatron_utils.model_rules import padded_vocab_size, sees_media
 from slime.backends.megatron_utils.patches.install import install
 from slime.backends.training.arguments import ParallelArgs, TrainerArgs
@@ -148,7 +147,8 @@ def convert_to_hf(
         ConfigError: the family has no tensor of that name.
     """
     _refuse_quantization(quantization_config)
-    from slime.backends.megatron_utils.checkpoint.tensors import dimensions_of
+    install()
+    from slime.backends.megatron_utils.checkpoint.tensors import dimensions_of, from_megatron
     from slime.backends.megatron_utils.model.experts import experts_of
     from slime.backends.megatron_utils.transformer_config import build_config
 
