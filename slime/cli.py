@@ -11,10 +11,12 @@ import argparse
 import difflib
 import json
 import os
+import select
 import sys
 import textwrap
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import groupby
@@ -106,6 +108,24 @@ class TrainCommand:
     is_async: bool
 
 
+@contextmanager
+def quiet_if_unread() -> Iterator[None]:
+    """End with status 1, as Python and rich do, if the reader of standard output has ended."""
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        unread = select.poll()
+        unread.register(1, 0)
+        if not unread.poll(0):  # the error is about another pipe
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes again at its end
+        raise SystemExit(1) from None
+
+
+@quiet_if_unread()
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``slime <command>``. Returns the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)

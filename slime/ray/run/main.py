@@ -92,11 +92,11 @@ def run_command(
         is_async: rollouts are generated while the trainer works.
     """
     words = sys.argv[1:] if argv is None else argv
-    if "--plan" in words:
-        from slime.cli import main as slime
+    from slime import cli
 
-        return slime(["plan", program, *words])
-    with driver_logs(), imports_begun(words):
+    if "--plan" in words:
+        return cli.main(["plan", program, *words])
+    with cli.quiet_if_unread(), driver_logs(), imports_begun(words):
         from slime.ray.arguments import parse_args  # here, so that it does not delay the imports
 
         run_arguments(loop, parse_args(argv=argv, is_async=is_async))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import tomllib
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 from setuptools import find_namespace_packages
 
-from slime.cli import COMMANDS, main
+from slime.cli import COMMANDS, main, quiet_if_unread
 from slime.config.help_text import MOST_USED
 from slime.config.parse import build_parser
 from slime.ray.arguments import GROUPS, parse_only
@@ -54,6 +55,31 @@ def test_each_command_describes_itself(command, capsys: pytest.CaptureFixture[st
         "train", "train.py", command.name == "train"
     )
     assert out.lower().startswith(("usage: slime " + program, "usage: " + program))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["-m", "slime", "--help"],
+        ["-u", "-m", "slime", "--help"],
+        ["-m", "slime", "plan", "--hf-checkpoint", "absent", "--json"],
+        ["train.py", "--help"],
+        ["train_async.py", "--plan"],
+    ],
+    ids=" ".join,
+)
+def test_a_command_whose_output_is_not_read_ends_quietly(words: list[str]) -> None:
+    ours, theirs = os.pipe()
+    os.close(ours)
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, env=env, stdout=theirs, stderr=subprocess.PIPE, text=True)
+    os.close(theirs)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_an_error_of_another_pipe_is_not_hidden() -> None:
+    with pytest.raises(BrokenPipeError, match="of a tool"), quiet_if_unread():
+        raise BrokenPipeError("of a tool")
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
