@@ -51,16 +51,21 @@ def load_function(path: str, role: Role | None = None, *, group_rm: bool = False
     Raises:
         ConfigError: the module or file cannot be imported, or lacks the attribute. The message has the cause.
     """
-    where, separator, name = path.rpartition(":")
-    if separator:
-        module = _load_file(where) if where.endswith(".py") else _import(where, path)
-        return _attribute(module, name, path)
     if path.endswith(".py"):
         return _by_role(_load_file(path), path, role, group_rm)
-    where, separator, name = path.rpartition(".")
-    if not separator:
+    where, _, name = path.rpartition(":" if ":" in path else ".")
+    if not where:
         raise ConfigError(f"{path!r} names no function: use module.function, module:function or file.py:function")
-    return _attribute(_import(where, path), name, path)
+    if where.endswith(".py"):
+        module = _load_file(where)
+    else:
+        with _importing(f"module {where!r}"):
+            module = importlib.import_module(where)
+    try:
+        return getattr(module, name)
+    except AttributeError:
+        public = ", ".join(sorted(_public_callables(module))) or "none"
+        raise ConfigError(f"{_shown(module)} has no {name!r}; its public functions: {public}") from None
 
 
 def check_hooks(args: Namespace) -> list[str]:
@@ -100,11 +105,6 @@ def _is_reward_class(cls: type) -> bool:
     return own_call or any(hasattr(cls, name) for name in ("compute_reward", "reward_func"))
 
 
-def _import(name: str, path: str) -> ModuleType:
-    with _importing(f"module {name!r} of {path!r}"):
-        return importlib.import_module(name)
-
-
 def _importing(shown: str) -> AbstractContextManager[None]:
     return translated(lambda error: ConfigError(f"{shown} cannot be imported: {named(error)}"), SystemExit)
 
@@ -133,14 +133,6 @@ def _find(path: str) -> Path:
         if file.is_file():
             return file.resolve()
     raise ConfigError(f"there is no file {path} (looked in {Path.cwd()} and along sys.path)")
-
-
-def _attribute(module: ModuleType, name: str, path: str) -> Any:
-    try:
-        return getattr(module, name)
-    except AttributeError:
-        public = ", ".join(sorted(_public_callables(module))) or "none"
-        raise ConfigError(f"{_shown(module)} has no {name!r} ({path!r}); its public functions: {public}") from None
 
 
 def _by_role(module: ModuleType, path: str, role: Role | None, group_rm: bool) -> Any:

@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for outcome in outcomes:
         print(f"{_MARKS[outcome.kind]}{outcome.flag} {outcome.path}" + (f" ({outcome.note})" if outcome.note else ""))
         for problem in outcome.problems:
-            print(f"    {problem}")
+            print(f"    {problem.removeprefix(f'{outcome.flag} {outcome.path}').lstrip(': ')}")
     return int(any(outcome.problems for outcome in outcomes))
 
 

@@ -113,7 +113,8 @@ def _described(hook: Hook, path: str, error: Exception) -> str:
         frames.append(last)
     lines = "".join(traceback.format_list(frames)).splitlines()
     message = str(error) if isinstance(error, SlimeError) else f"raised {type(error).__name__}: {error}"
-    return "\n    ".join([f"{hook.flag} {path}: {message}", *lines])
+    named = f"{hook.flag} {path}"
+    return "\n    ".join([message if message.startswith(named) else f"{named}: {message}", *lines])
 
 
 def _why_not_called(hook: Hook, args: Namespace) -> str:

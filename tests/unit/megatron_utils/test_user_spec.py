@@ -107,7 +107,7 @@ def test_layers_that_cannot_be_built_are_named(function: str, message: str, chec
     [
         (f"{USER} without_stage", r"without_stage is called with \(args, config, vp_stage\), but its signature"),
         (f"{USER} absent", "has no 'absent'"),
-        ("my.module spec", "--spec my.module spec: module 'my.module' of 'my.module:spec' cannot be imported"),
+        ("my.module spec", "--spec my.module spec: module 'my.module' cannot be imported"),
         ("my.module spec more", "give a module and a function"),
     ],
 )

@@ -92,6 +92,7 @@ def test_a_mistake_is_named(flag, name, problem, more):
 def test_an_error_shows_the_users_lines_and_the_message_once():
     (problem,) = check_plugin("--custom-rm-path", f"{PLUGINS}:reward_raises")
     assert "raised KeyError: 'ground_truth'" in problem.splitlines()[0]
+    assert problem.count("--custom-rm-path") == 1
     assert f'File "{PLUGINS}", line' in problem
     assert "in reward_raises" in problem
     assert "/slime/" not in problem.replace(PLUGINS, "")
@@ -155,7 +156,9 @@ def test_the_command_line_says_what_is_wrong_and_with_what_status(capsys):
     assert main(["--custom-rm-path", f"{PLUGINS}:reward_dict", "--reward-key", "score"]) == 0
     assert capsys.readouterr().out.startswith("ok  --custom-rm-path")
     assert main(["--custom-rm-path", f"{PLUGINS}:reward_raises"]) == 1
-    assert "KeyError: 'ground_truth'" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "KeyError: 'ground_truth'" in printed
+    assert printed.count("--custom-rm-path") == 1
     assert main(["--lr", "1e-6"]) == 2
     assert main(["--n-samples-per-prompt", "many"]) == 2
     assert main(["--help"]) == 0
