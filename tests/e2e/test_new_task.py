@@ -23,6 +23,7 @@ def test_the_folder_of_a_new_task_learns(tmp_path: Path) -> None:
     command = ["bash", "my_task/run.sh"]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False, timeout=840)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    assert "board: slime board my_task/outputs/my_task" in done.stdout
     run = slime.load_run(folder / "outputs" / "my_task")
     assert run.info.driver == "train.py"
     assert run.config["num_rollout"] == 10

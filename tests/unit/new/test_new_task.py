@@ -11,6 +11,8 @@ import pytest
 from slime.cli import main
 from slime.new import template_files
 from slime.new.task.test_task import *  # noqa: F403  (the tests of the template are tests of this suite)
+from slime.observability.console import shown_path
+from slime.observability.tracking import run_directory
 from slime.ray.arguments import parse_only
 from tests.doc_commands import make_model
 
@@ -58,12 +60,12 @@ def test_the_commands_of_the_script_have_no_problem(tmp_path: Path, monkeypatch:
     env = os.environ | {"PYTHON": str(python), "RECORD": str(record), "ROLLOUTS": "2"}
     subprocess.run(["bash", str(folder / "run.sh"), "--experiment-name", "short"], env=env, check=True, cwd=tmp_path)
     data, *commands = (part.split("\n")[1:-1] for part in record.read_text().split("---")[1:])
-    assert data == ["data.py"]
+    assert data == [str(folder / "data.py")]
     assert [words[:3] for words in commands] == [["-m", "slime", "train"]] * 2
     make_model(folder / "data" / "model")
     for name in ("train", "eval", "warm_start"):
         (folder / "data" / f"{name}.jsonl").write_text('{"prompt": [{"role": "user", "content": "1"}], "label": "1"}\n')
-    monkeypatch.chdir(folder)
+    monkeypatch.chdir(tmp_path)
     for words, export in zip(commands, ("warm_start", "hf"), strict=True):
         args, problems = parse_only(words[3:])
         assert problems == []
@@ -71,3 +73,4 @@ def test_the_commands_of_the_script_have_no_problem(tmp_path: Path, monkeypatch:
         assert not [notice for notice in args.notices if notice.text.startswith("unknown flag")]
         make_model(folder / "data" / export)
     assert (args.num_rollout, args.experiment_name) == (2, "short")
+    assert shown_path(run_directory(args)) == "largest/outputs/short"
