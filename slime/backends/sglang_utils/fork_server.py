@@ -2,7 +2,8 @@
 
     owner (rollout manager)      fork server                          engine actor
     -----------------------      -----------                          ------------
-    starts it, guarded  ------>  imports SGLang, opens a socket
+    opens a socket, starts
+    it, guarded  ------------->  imports SGLang
                                  accepts  <--------------------------  connects, sends argv, env, log path as JSON
                                  forks; the child keeps the connection
                                  answers the child's pid  ---------->
@@ -14,7 +15,6 @@ Only for CPU engines, because CUDA does not survive a fork.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import gc
 import importlib
@@ -36,7 +36,7 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any, NoReturn
 
-from slime.utils.deadline import Deadline, wait_until
+from slime.utils.deadline import Deadline
 from slime.utils.errors import EngineError
 from slime.utils.process import GuardedProcess, kill_group, log_tail, watch_descriptor, watch_owner
 from slime.utils.torchvision_cpu import install as allow_torchvision_on_cpu
@@ -58,8 +58,9 @@ class ForkServer:
     def __init__(self, log_path: Path, env: Mapping[str, str]) -> None:
         # mkdtemp: only this user can connect (0700), and AF_UNIX needs a short path (108 bytes)
         self.socket_path = str(Path(tempfile.mkdtemp(prefix="slime-fork-")) / "socket")
-        argv = [sys.executable, "-m", __name__, "--socket", self.socket_path]
-        self._process = GuardedProcess(argv, log_path=log_path, env=env)
+        with listen(self.socket_path) as listener:
+            argv, fds = [sys.executable, "-m", __name__, str(listener.fileno())], [listener.fileno()]
+            self._process = GuardedProcess(argv, log_path=log_path, env=env, pass_fds=fds)
 
     def raise_if_dead(self) -> None:
         if self._process.exit_code() is not None:
@@ -81,7 +82,6 @@ class ForkedServer:
     ) -> None:
         self.log_path = log_path
         log_path.parent.mkdir(parents=True, exist_ok=True)
-        wait_until(lambda: _is_open(socket_path), deadline)
         self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._connection.settimeout(max(1.0, deadline.remaining))
         self._answers = self._connection.makefile("rb")
@@ -98,7 +98,8 @@ class ForkedServer:
             raise deadline.error(f"no answer from the preloading process at {socket_path}") from error
         except OSError as error:
             self._disconnect()
-            raise EngineError(f"cannot reach the process that preloads SGLang at {socket_path}: {error}") from error
+            reached = f"cannot reach the process that preloads SGLang at {socket_path}"
+            raise EngineError(f"{reached}: {error}; see fork_server.log") from error
 
     def exit_code(self) -> int | None:
         """None while the server's main process runs. -1 if it ended after the fork server, which knew its status."""
@@ -142,14 +143,6 @@ def _is_running(pid: int) -> bool:
     except (FileNotFoundError, ProcessLookupError):
         return False
     return state != "Z"  # a zombie until the fork server reaps it
-
-
-def _is_open(socket_path: str) -> bool:
-    """Whether the server listens. Raises if it has ended: it removes the directory at its end."""
-    path = Path(socket_path)
-    if not path.parent.exists():
-        raise EngineError("the process that preloads SGLang ended before it could start an engine; see fork_server.log")
-    return path.exists()
 
 
 def remove_socket(socket_path: str) -> None:
@@ -208,13 +201,14 @@ def _compile_at_first_call() -> None:
 
 
 def listen(socket_path: str) -> socket.socket:
-    """A socket to which clients of this user can connect. The path appears only when they can."""
+    """A socket to which clients of this user can connect at once, and which a dead process closes.
+
+    So it is opened before the process starts that will serve it.
+    """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    temporary = socket_path + ".new"
-    listener.bind(temporary)
-    os.chmod(temporary, 0o600)  # a client can run code as this user
+    listener.bind(socket_path)
+    os.chmod(socket_path, 0o600)  # a client can run code as this user
     listener.listen()
-    os.rename(temporary, socket_path)
     return listener
 
 
@@ -348,16 +342,11 @@ def forget_allocator_settings() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Preload SGLang and fork servers on request.")
-    parser.add_argument("--socket", required=True)
-    options = parser.parse_args()
-    watch_owner(before_end=lambda: remove_socket(options.socket))
-    try:
-        forget_allocator_settings()
-        preload_sglang()
-        serve(listen(options.socket), become_server)
-    finally:
-        remove_socket(options.socket)
+    listener = socket.socket(fileno=int(sys.argv[1]))
+    watch_owner(before_end=lambda: remove_socket(listener.getsockname()))
+    forget_allocator_settings()
+    preload_sglang()
+    serve(listener, become_server)
 
 
 if __name__ == "__main__":

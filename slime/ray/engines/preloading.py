@@ -39,7 +39,6 @@ from slime.backends.sglang_utils.fork_server import (
     listen,
     preload_sglang,
     redirect_output,
-    remove_socket,
     serve,
 )
 from slime.config.help_text import asked_help
@@ -122,21 +121,18 @@ def preloading(log: Path, env: Mapping[str, str], *, trainer: str | None, has_en
     log.write_bytes(b"")
     with ExitStack() as started:
         folder = Path(started.enter_context(tempfile.TemporaryDirectory(prefix="slime-fork-")))
-        engines = folder / "engines" / "socket"  # the process deletes the folder at its end
-        engines.parent.mkdir()
         begun = _begun.pop() if _begun else _Imports(env)
         if begun.process.exit_code() is not None or differing(begun.env, {**os.environ, **env}):
             begun.stop()  # a function of the user has set a variable at its import
             begun = _Imports(env)
         started.callback(begun.stop)
-        # Here and not in the process: a launcher can connect at once, and a dead process ends its wait.
-        listeners = [listen(str(folder / name)) for name in ("worker", "trainer")]
-        needs = {"log": str(log), "trainer": trainer, "engines": str(engines), "has_engines": has_engines}
+        listeners = [listen(str(folder / name)) for name in ("worker", "trainer", "engine")]
+        needs = {"log": str(log), "trainer": trainer, "has_engines": has_engines}
         with suppress(OSError):  # it has just ended: workers notice
             socket.send_fds(begun.needs, [json.dumps(needs).encode()], [one.fileno() for one in listeners])
         for one in listeners:
             one.close()
-        found = {WORKER_FORKS: folder} | ({FORK_SERVER: engines} if has_engines else {})
+        found = {WORKER_FORKS: folder} | ({FORK_SERVER: folder / "engine"} if has_engines else {})
         os.environ.update({name: f"{begun.process.pid} {path}" for name, path in found.items()})
         try:
             yield
@@ -252,7 +248,7 @@ def become_worker(connection: socket.socket, request: Mapping[str, Any]) -> None
         atexit._run_exitfuncs()  # a forked child ends without them
 
 
-def _serve_engines(socket_path: str) -> None:
+def _serve_engines(listener: socket.socket) -> None:
     from slime.backends.sglang_utils.server_args import server_env
 
     os.environ.update(server_env())
@@ -262,39 +258,38 @@ def _serve_engines(socket_path: str) -> None:
         if variable in os.environ and hasattr(malloc, "mallopt"):
             malloc.mallopt(parameter, int(os.environ[variable]))
     preload_sglang()
-    serve(listen(socket_path), become_server)
+    serve(listener, become_server)
 
 
 def main() -> None:
     guard = os.environ.get(GUARD_FD_VARIABLE, "")
 
-    def serve_in_child(listener: socket.socket, modules: Sequence[str], unused: socket.socket) -> None:
-        unused.close()  # if both processes held it, launchers would wait for a dead one
+    def serve_in_child(listener: socket.socket, modules: Sequence[str], *unused: socket.socket) -> None:
+        for one in unused:
+            one.close()  # if both processes held it, its clients would wait for a dead one
         os.environ[GUARD_FD_VARIABLE] = guard
         watch_owner()
         serve_workers(listener, modules)
 
     watch_owner()
-    with ExitStack() as ended, socket.socket(fileno=int(sys.argv[1])) as told:
+    with socket.socket(fileno=int(sys.argv[1])) as told:
         try:
             allow_torchvision_on_cpu()
             _import(_ALL)
         finally:  # also an error of the imports belongs into the log
-            message, descriptors, *_ = socket.recv_fds(told, 1 << 16, 2)
+            message, descriptors, *_ = socket.recv_fds(told, 1 << 16, 3)
             if not message:
                 sys.exit()  # no run begins
             needs = json.loads(message)
-            ended.callback(remove_socket, needs["engines"])
             log = os.open(needs["log"], os.O_WRONLY | os.O_APPEND)
             redirect_output(log, log)
-            worker, trainer = (socket.socket(fileno=number) for number in descriptors)
-        told.close()
-        if needs["trainer"] is not None:
-            fork_child(lambda: serve_in_child(trainer, (*_TRAINER, needs["trainer"]), worker))
-        trainer.close()
-        _import(_WORKER)
-        if not needs["has_engines"]:
-            serve_workers(worker, ())
-        fork_child(lambda: serve_in_child(worker, (), trainer))
-        worker.close()
-        _serve_engines(needs["engines"])
+            worker, trainer, engine = (socket.socket(fileno=number) for number in descriptors)
+    if needs["trainer"] is not None:
+        fork_child(lambda: serve_in_child(trainer, (*_TRAINER, needs["trainer"]), worker, engine))
+    trainer.close()
+    _import(_WORKER)
+    if not needs["has_engines"]:
+        serve_workers(worker, ())
+    fork_child(lambda: serve_in_child(worker, (), engine))
+    worker.close()
+    _serve_engines(engine)

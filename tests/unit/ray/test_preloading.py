@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from slime.backends.sglang_utils.fork_server import ForkedServer
 from slime.ray.engines import preloading
 from slime.ray.engines.preloading import (
     FORK_SERVER,
@@ -51,7 +52,8 @@ def test_inside_a_cluster_that_preloads_everybody_uses_its_process_until_it_ends
         folder = Path(os.environ[WORKER_FORKS].split()[1])
         assert Path(shared.socket_path).is_relative_to(folder)
         wait_until(lambda: "cannot import torch" in log.read_text(), Deadline(600, "the error of the import"))
-        wait_until(lambda: not Path(shared.socket_path).parent.exists(), Deadline(600, "the end, for who waits for it"))
+        with pytest.raises(EngineError, match="cannot reach the process that preloads SGLang"):
+            ForkedServer(shared.socket_path, [], env={}, log_path=log.with_name("0"), deadline=Deadline(600, "the fork"))
         assert (folder / "worker").exists()
     assert FORK_SERVER not in os.environ
     assert WORKER_FORKS not in os.environ

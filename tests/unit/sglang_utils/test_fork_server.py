@@ -119,7 +119,6 @@ def test_a_server_has_its_environment_without_the_trainers_allocator(stand_in: P
 
 
 def test_clients_that_vanish_or_talk_nonsense_or_keep_silent_delay_nobody(server: ForkServer, tmp_path: Path):
-    wait_until(Path(server.socket_path).exists, Deadline(600, "the fork server"))
     with socket.socket(socket.AF_UNIX) as silent:
         silent.connect(server.socket_path)
         for said in (b"", b"{}\n", b"nonsense\n", json.dumps({"argv": ["exit", "0"]}).encode()):
@@ -144,14 +143,22 @@ def test_a_server_ends_with_the_client_that_asked_for_it(server: ForkServer, tmp
     kept.stop()
 
 
-def test_a_preload_that_fails_ends_the_wait_of_the_engines_at_once(stand_in: Path):
-    (stand_in / "sglang" / "srt" / "plugins" / "__init__.py").write_text("raise ImportError('half an install')\n")
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        ("raise ImportError('half an install')", r"(?s)status 1.*half an install"),
+        ("import os; os.kill(os.getpid(), 9)", "status -9"),
+    ],
+)
+def test_a_preload_that_fails_or_is_killed_ends_the_wait_of_the_engines_at_once(stand_in: Path, code: str, why: str):
+    (stand_in / "sglang" / "srt" / "plugins" / "__init__.py").write_text(f"{code}\n")
     server = ForkServer(stand_in / "log", {"PYTHONPATH": str(stand_in)})
-    with pytest.raises(EngineError, match="preloads SGLang ended before"):
+    with pytest.raises(EngineError, match=r"cannot reach the process that preloads SGLang.*; see fork_server.log"):
         fork(server, stand_in / "engine", "serve")
     wait_until(lambda: _is_dead(server), Deadline(600, "the process to be collected"))
-    with pytest.raises(EngineError, match=r"(?s)status 1.*half an install"):
+    with pytest.raises(EngineError, match=why):
         server.raise_if_dead()
+    server.stop()
 
 
 def _is_dead(server: ForkServer) -> bool:
