@@ -17,6 +17,7 @@ import multiprocessing
 import os
 import resource
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -124,4 +125,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with tempfile.TemporaryDirectory(prefix="slime-simulation-") as folder:
+        os.environ["TMPDIR"] = folder  # the end of a pool kills its processes, which then delete nothing
+        sys.exit(main())

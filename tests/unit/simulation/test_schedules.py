@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import re
 import subprocess
 import sys
@@ -132,11 +133,13 @@ def test_the_simulation_finds_a_past_bug(name):
     assert not problems(found)
 
 
-def test_the_command_counts_what_it_simulates():
+def test_the_command_counts_what_it_simulates_and_leaves_no_files(tmp_path):
     # ``simulate.py --kills`` does at every event what the tests of kills do at some
     command = [sys.executable, "benchmarks/simulate.py", "--seeds", "4", "--jobs", "2"]
     root = Path(__file__).parents[3]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=600, check=False)
+    env = os.environ | {"TMPDIR": str(tmp_path)}
+    done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.startswith("4 fault schedules in "), done.stdout
     assert "0 broke a law" in done.stdout
+    assert list(tmp_path.glob("slime-*")) == []
