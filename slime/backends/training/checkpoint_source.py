@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,6 +80,9 @@ def find_start(settings: CheckpointArgs, hf_checkpoint: str) -> Source:
             source = _inspect("--load", settings.load, "--ckpt-step", _step(settings.load, settings.ckpt_step))
             if source is not None:
                 return source
+            # A run that has saved there may also have written other files, such as its exports.
+            if not (is_own and Path(settings.load, LOCK).is_file()):
+                _refuse_other_files(settings.load)
     if settings.pretrained_checkpoint is not None:
         source = _existing("--pretrained-checkpoint", settings.pretrained_checkpoint, "--ckpt-step", None)
     else:
@@ -158,18 +162,16 @@ def _inspect(flag: str, path: str, step_flag: str, step: int | None) -> Source |
             "%s %s has no %s; taking the newest complete checkpoint %s.", flag, root, TRACKER, complete[-1].name
         )
         return _source(flag, complete[-1])
-    foreign = [entry.name for entry in root.iterdir() if not _is_ours(entry)] if root.is_dir() else []
-    if foreign:
-        raise ConfigError(
-            f"{flag} {path} holds neither {TRACKER} (Megatron) nor config.json (Hugging Face), but other files such as "
-            f"{sorted(foreign)[0]}: name a checkpoint directory, or an empty one to start afresh."
-        )
     return None
 
 
-def _is_ours(entry: Path) -> bool:
-    """Whether a run without a complete checkpoint left ``entry``."""
-    return _LEFT_BY_US.match(entry.name) is not None
+def _refuse_other_files(load: str) -> None:
+    foreign = [name for name in os.listdir(load) if not _LEFT_BY_US.match(name)] if os.path.isdir(load) else []
+    if foreign:
+        raise ConfigError(
+            f"--load {load} holds neither {TRACKER} (Megatron) nor config.json (Hugging Face), but other files such as "
+            f"{min(foreign)}: name a checkpoint directory, or an empty one to start afresh."
+        )
 
 
 def _tracked(flag: str, root: Path, step_flag: str, step: int | None) -> Source:

@@ -90,9 +90,9 @@ def _create_handles(config: RunConfig) -> tuple[RunHandles, Mapping[str, GpuSlot
     """Create the actors, which start nothing yet. If one of them fails, the ones before it are stopped."""
     args, settings = config.args, config[StartArgs]
     with ExitStack() as made:
-        is_new = resumed_from(args) is None and not settings.start_rollout_id
-        if settings.save is not None:
+        if settings.save is not None:  # first: the lock shows whose files are there, if it is also the run's folder
             made.enter_context(closing(lock_save(settings.save)))
+        is_new = resumed_from(args) is None and not settings.start_rollout_id
         tracker = create_tracker(args, is_new=is_new)
         made.callback(tracker.close)
         slots = create_placement_groups(args)

@@ -53,7 +53,9 @@ def test_inside_a_cluster_that_preloads_everybody_uses_its_process_until_it_ends
         assert Path(shared.socket_path).is_relative_to(folder)
         wait_until(lambda: "cannot import torch" in log.read_text(), Deadline(600, "the error of the import"))
         with pytest.raises(EngineError, match="cannot reach the process that preloads SGLang"):
-            ForkedServer(shared.socket_path, [], env={}, log_path=log.with_name("0"), deadline=Deadline(600, "the fork"))
+            ForkedServer(
+                shared.socket_path, [], env={}, log_path=log.with_name("0"), deadline=Deadline(600, "the fork")
+            )
         assert (folder / "worker").exists()
     assert FORK_SERVER not in os.environ
     assert WORKER_FORKS not in os.environ

@@ -15,7 +15,7 @@ from slime.backends.training.checkpoint_files import (
     publish,
     write_manifest,
 )
-from slime.backends.training.checkpoint_source import find_reference, find_start
+from slime.backends.training.checkpoint_source import find_reference, find_start, inspect_checkpoint
 from slime.backends.training.rules import check_checkpoints
 from slime.utils.errors import ConfigError
 from slime.utils.files import lock_save
@@ -158,6 +158,17 @@ def test_what_a_run_leaves_before_its_first_checkpoint_is_complete_does_not_prev
     (tmp_path / left).mkdir(parents=True)
     assert _start(load=str(tmp_path), save=str(tmp_path)) == ("hf", "/hf", "--hf-checkpoint", 0)
     assert _start(load=str(tmp_path / "critic"), save=str(tmp_path / "critic")) == ("hf", "/hf", "--hf-checkpoint", 0)
+
+
+def test_a_run_starts_anew_beside_other_files_if_it_has_saved_there_before(tmp_path: Path) -> None:
+    (tmp_path / "hf").mkdir()  # --save-hf
+    with pytest.raises(ConfigError, match="such as hf"):
+        _start(load=str(tmp_path), save=str(tmp_path))
+    lock_save(str(tmp_path)).close()
+    assert _start(load=str(tmp_path), save=str(tmp_path)) == ("hf", "/hf", "--hf-checkpoint", 0)
+    assert inspect_checkpoint("--save", str(tmp_path)) is None
+    with pytest.raises(ConfigError, match="such as hf"):
+        _start(load=str(tmp_path), save=str(tmp_path / "other"))
 
 
 @pytest.mark.parametrize("text", ["soon", "9" * 5000, "-3", "\N{SUPERSCRIPT TWO}"], ids=["word", "digits", "-3", "2"])
