@@ -11,8 +11,7 @@ import pytest
 from slime.data.schedule import SCHEDULE, WEIGHTS, read_weights
 from slime.doctor.ledger import examine_ledger
 from tests.doc_commands import shown_flags
-from tests.e2e.faults import broken
-from tests.e2e.running import Finished, exit_status, run_train, slime
+from tests.e2e.running import Finished, everything, exit_status, run_train, slime, start_train
 from tests.e2e.test_loop import grpo_flags
 
 
@@ -86,12 +85,12 @@ def killed(tiny_task, tmp_path_factory):
         *("--eval-function-path", "slime.rollout.sglang_rollout.generate_rollout", "--max-weight-staleness", 2),
     )
     logs = []
-    for phase, rollout_id in (("generate", 2), ("sync", 3), ("save", 3)):
-        with broken(flags, output, script="train_async.py") as run:
-            run.break_in(phase, rollout_id, "driver")
-            exit_status(run.process, run.log)
-            assert Finished(-9, "", run.mark).survivors() == []
-            logs.append(run.text())
+    for moment in ("generate 3", "sync 3", "save 3"):
+        log = output / f"log of {moment}"
+        process, mark = start_train(flags, output, log, "tests/e2e/dying_train_async.py", DIES_IN=moment)
+        assert exit_status(process, log) == -9
+        assert Finished(-9, "", mark).survivors() == []
+        logs.append(everything(log, output / "run" / "run.log"))
     finished = run_train(flags, output, script="train_async.py")
     assert finished.status == 0, finished.output[-4000:]
     return output, [*logs, finished.output]
@@ -111,7 +110,8 @@ def test_a_run_that_was_killed_three_times_has_one_history(killed):
     for line in map(json.loads, (output / "checkpoints" / "rollout" / SCHEDULE).read_text().splitlines()):
         if "batch" in line:
             batches[line["batch"]].add(json.dumps(line["samples"]))
-    assert [rollout_id for rollout_id in range(3) if len(batches[rollout_id]) > 1] == []
+    # those that the trainer had taken at the first death: the journal may lack the next one
+    assert [rollout_id for rollout_id in range(2) if len(batches[rollout_id]) > 1] == []
     assert "rollout 1 was finished before the last start ended" in logs[1]
     assert "not the same history" not in "".join(logs)
     assert examine_ledger(output / "checkpoints") == 0
