@@ -20,6 +20,12 @@ async def share_of_sevens_unless_held(args, sample, **kwargs):
     return await share_of_sevens(args, sample, **kwargs)
 
 
+def wait_before_a_step(args, rollout_id, *others):
+    """Wait while there is a file ``hold_R``: a test decides when the trainer takes a step on rollout R."""
+    while (Path(args.output_dir) / f"hold_{rollout_id}").exists():
+        time.sleep(0.05)
+
+
 async def generate_while_held(args, sample, sampling_params):
     """Generate again and again while the run's folder has a file ``hold``, unless two engines made the response."""
     from slime.rollout.failures import fresh_copy

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from slime.doctor.ledger import examine_ledger
 from tests.doc_commands import shown_flags
 from tests.e2e.faults import Broken, broken, shared_memory
-from tests.e2e.running import Finished, exit_status, metrics
+from tests.e2e.running import PLUGINS, Finished, exit_status, metrics
 from tests.e2e.test_loop import grpo_flags
 from tests.limits import Limit
 
@@ -41,6 +41,7 @@ def exact_flags(task, output: Path, *more: Any) -> list[Any]:
         *("--save", output / "checkpoints", "--load", output / "checkpoints", "--save-interval", 2),
         *("--save-hf", output / "hf_{rollout_id}"),
         *("--save-debug-rollout-data", output / "dump" / "{rollout_id}.pt"),
+        *("--custom-megatron-before-train-step-hook-path", f"{PLUGINS}:wait_before_a_step"),
         *("--heartbeat-timeout", HEARTBEAT_S, "--num-rollout", ROLLOUTS, *more),
     )
 
@@ -55,17 +56,27 @@ def undisturbed(tiny_task, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def battered(tiny_task, tmp_path_factory):
-    """One command that is given again after each of its deaths: (folder, what each of its three runs left)."""
+    """One command that is given again after each of its deaths: (folder, what each of its three runs left).
+
+    The trainer waits in the phase of each fault, which a fast or busy machine would otherwise miss.
+    """
     output = tmp_path_factory.mktemp("battered")
     flags = exact_flags(tiny_task, output)
     seen: dict[str, dict[str, Any]] = {}
+    third, fourth = output / "hold_2", output / "hold_3"
+    third.touch()
     with broken(flags, output) as run:
         run.break_in("train", 2, "Data Buffer")
+        third.unlink()
         seen["killed buffer"] = ended(run)
+    third.touch()
     with broken(flags, output) as run:
         seen["killed driver"] = end_driver(run, signal.SIGKILL, 2)
+    third.unlink()
+    fourth.touch()
     with broken([*flags, "--use-fault-tolerance"], output) as run:
         run.break_in("train", 3, "trainer rank", signal.SIGSTOP)
+        fourth.unlink()
         since = Limit(HEARTBEAT_S + ORDERLY_S)
         run.wait(lambda: run.progress().get("restarts") == 1)
         seen["healed"] = {"is_late": since.is_over} | ended(run) | {"progress": run.progress()}
