@@ -12,8 +12,11 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from concurrent import futures
+from concurrent.futures import Future
+from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,7 +35,6 @@ logger = logging.getLogger(__name__)
 
 _GLOO_INTERFACES = "GLOO_SOCKET_IFNAME"
 _FILES_TIMEOUT_S = 7200.0
-_CONNECT_TIMEOUT_S = 10.0
 _LATE_S = 5.0
 
 
@@ -139,40 +141,60 @@ def join_group(
         DeadlineExceeded: other members did not join in time.
     """
     timeout = timedelta(seconds=timeout_s)
-    place = (master_address, master_port, world_size)
-    failures: list[Exception] = []
-    watcher = threading.Thread(target=_watch, args=(wait, place, failures), name=group_name, daemon=True)
-    watcher.start()
-    try:
-        store, _, _ = next(rendezvous(f"tcp://{master_address}:{master_port}", rank, world_size, timeout=timeout))
-        if failures:
-            time.sleep(_LATE_S)  # a member that connects later would wait until its own deadline
-            del store  # not kept by the traceback: the members fail when it is gone
-            raise failures[0]
-        store.set_timeout(timeout)
-        with _gloo_interfaces(interfaces):
-            # SGLang uses the same key prefix. With another one the members would never find each other.
-            group = _new_group(c10d.PrefixStore(group_name, store), rank, world_size, group_name, backend, timeout)
-    except (dist.DistStoreError, dist.DistNetworkError) as error:
-        raise DeadlineExceeded(
-            f"gave up after {timeout_s:.0f} s waiting for the {world_size} members of process group {group_name!r} at "
-            f"{master_address}:{master_port}: {error}"
-        ) from error
-    watcher.join()
-    if failures:
-        raise failures[0]
-    return group
+    connect = partial(dist.TCPStore, master_address, master_port, world_size, timeout=timeout)  # type: ignore[attr-defined]
+
+    def form() -> ProcessGroup:
+        # SGLang uses the same key prefix. With another one the members would never find each other.
+        store = c10d.PrefixStore(group_name, connect())
+        return _new_group(store, rank, world_size, group_name, backend, timeout)
+
+    # not the store of the group, which gloo holds while it waits: members fail when the server is gone
+    server = connect(is_master=True, wait_for_workers=False) if rank == 0 else None
+    with _gloo_interfaces(interfaces):
+        # in threads: gloo waits five times the timeout for the connection of a member that died, and is not interrupted
+        forming, waiting = _in_thread(form, group_name), _in_thread(wait, group_name)
+        done = futures.wait((forming, waiting), return_when=futures.FIRST_EXCEPTION).done
+    if not any(one.exception() for one in done):
+        group: ProcessGroup = forming.result()
+        _servers[group] = server
+        return group
+    forming.add_done_callback(_leave)
+    if rank == 0:
+        # late members would wait until their own deadline, and ``wait`` reports why a member refuses connections
+        time.sleep(_LATE_S)
+    del server  # not kept by the traceback
+    if waiting.done():
+        waiting.result()
+    error = forming.exception()
+    raise DeadlineExceeded(
+        f"gave up after at most {timeout_s:.0f} s waiting for the {world_size} members of process group "
+        f"{group_name!r} at {master_address}:{master_port}: {error}"
+    ) from error
 
 
-def _watch(wait: Callable[[], object], place: tuple[str, int, int], failures: list[Exception]) -> None:
-    """Call ``wait``. If it fails, end the wait of rank 0 in the store."""
-    with kept(failures):
-        wait()
-    if failures:
-        connecting = timedelta(seconds=_CONNECT_TIMEOUT_S)
-        with suppress(dist.DistStoreError, dist.DistNetworkError):
-            for _ in range(place[2]):  # the store waits for a number of clients: these replace the missing members
-                dist.TCPStore(*place, is_master=False, timeout=connecting)  # type: ignore[attr-defined]
+# The servers of the groups' stores: members may use a store as long as its group.
+_servers: dict[ProcessGroup, Store | None] = {}
+
+
+def _leave(late: Future[ProcessGroup]) -> None:
+    """Destroy a group that was given up, if it was formed nevertheless."""
+    if late.exception() is None:
+        destroy_group(late.result())
+
+
+def _in_thread(work: Callable[[], object], name: str) -> Future[Any]:
+    """Do ``work`` in a thread that does not keep the process alive."""
+    outcome: Future[Any] = Future()
+
+    def run() -> None:
+        errors: list[Exception] = []
+        with kept(errors):
+            outcome.set_result(work())
+        if errors:
+            outcome.set_exception(errors[0])
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return outcome
 
 
 @contextmanager
@@ -282,5 +304,6 @@ def destroy_group(group: ProcessGroup) -> None:
         return
     if not accelerator.current().is_cpu and hasattr(group, "abort"):
         group.abort()  # drops pending NCCL operations: an orderly shutdown may wait for members that are dead
+    _servers.pop(group, None)
     if group in c10d._world.pg_map:
         dist.destroy_process_group(group)

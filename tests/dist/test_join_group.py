@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
-import psutil
 import pytest
 import torch
 import torch.distributed as dist
 
 from slime.utils import distributed_utils
-from slime.utils.deadline import Deadline, wait_until
 from slime.utils.distributed_utils import destroy_group, get_gloo_group, init_process_group, join_group
 from slime.utils.errors import DeadlineExceeded, EngineError
 from slime.utils.net import free_port
@@ -62,7 +62,10 @@ def test_a_group_is_joined_used_left_and_joined_again_over_more_connections_with
         peer.wait()
 
 
-def test_waiting_for_members_that_do_not_come_ends_with_an_error_that_names_the_group() -> None:
+def test_waiting_for_members_that_do_not_come_ends_with_an_error_that_names_the_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(distributed_utils, "_LATE_S", 0.1)
     started = unloaded_time()
     with pytest.raises(DeadlineExceeded, match=r"2 members of process group 'nobody' at 127\.0\.0\.1"):
         join_group("127.0.0.1", free_port(), rank=0, world_size=2, group_name="nobody", backend="gloo", timeout_s=1.0)
@@ -70,36 +73,67 @@ def test_waiting_for_members_that_do_not_come_ends_with_an_error_that_names_the_
 
 
 _MEMBER = """
-import sys
-from slime.utils.distributed_utils import join_group
+import os, sys
+import torch.distributed as dist
+from slime.utils import distributed_utils
+class Store(dist.Store):
+    def __init__(self, store):
+        super().__init__()
+        self._store = store
+    def set(self, key, address):
+        if sys.argv[3] == "dies with an address":  # a high port: the others wait for its connection
+            host = address.index(bytes([127, 0, 0, 1]))
+            self._store.set(key, address[:host - 2] + bytes([255, 255]) + address[host:])
+        os._exit(1)
+def new_group(store, rank, *rest):
+    print("joined", flush=True)
+    return form(Store(store) if rank == 2 else store, rank, *rest)
+form, distributed_utils._new_group = distributed_utils._new_group, new_group
 place = {"master_port": int(sys.argv[1]), "rank": int(sys.argv[2]), "world_size": 3, "backend": "gloo"}
-join_group("127.0.0.1", **place, group_name="weights", timeout_s=600)
+distributed_utils.join_group("127.0.0.1", **place, group_name="weights", timeout_s=600)
 """
 
 
-def test_a_member_whose_call_fails_ends_the_wait_of_all_members(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rank_2", ["is absent", "dies", "dies with an address"])
+def test_a_member_whose_call_fails_ends_the_wait_of_all_members(rank_2: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distributed_utils, "_LATE_S", 0.1)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     port, root = free_port(), Path(__file__).parents[2]
-    peer = subprocess.Popen([sys.executable, "-c", _MEMBER, str(port), "1"], cwd=root, stderr=subprocess.PIPE)
+    start = [sys.executable, "-c", _MEMBER, str(port)]
+    ranks = ["1"] if rank_2 == "is absent" else ["1", "2"]
+    peers = [
+        subprocess.Popen([*start, rank, rank_2], cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        for rank in ranks
+    ]
 
-    def is_connected() -> bool:
-        links = psutil.Process(peer.pid).net_connections()
-        return any(link.raddr and link.raddr.port == port and link.status == "ESTABLISHED" for link in links)
+    form, has_begun = distributed_utils._new_group, threading.Event()
+
+    def new_group(*args: Any) -> dist.ProcessGroup:
+        has_begun.set()
+        return form(*args)
 
     def wait() -> None:  # for the calls of ranks 1 and 2: the engine of rank 2 is dead
-        wait_until(is_connected, Deadline(600, "the peer"))
+        assert has_begun.wait(600)
+        for peer in peers:
+            assert peer.stdout is not None
+            assert peer.stdout.readline() == b"joined\n"
+        for peer in peers[1:]:
+            assert peer.wait() == 1
         raise EngineError("engine 2 died")
 
+    monkeypatch.setattr(distributed_utils, "_new_group", new_group)
     try:
         place = {"rank": 0, "world_size": 3, "group_name": "weights", "backend": "gloo", "timeout_s": 600}
         with pytest.raises(EngineError, match="engine 2 died"):
             join_group("127.0.0.1", port, **place, wait=wait)
-        _, errors = peer.communicate(timeout=600)
-        assert peer.returncode == 1
-        assert b"3 members of process group 'weights'" in errors
+        if rank_2 != "dies with an address":  # for whose connection gloo waits longer, without the store
+            _, errors = peers[0].communicate(timeout=600)
+            assert peers[0].returncode == 1
+            assert b"3 members of process group 'weights'" in errors
     finally:
-        peer.kill()
-        peer.wait()
+        for peer in peers:
+            peer.kill()
+            peer.communicate()
 
 
 _SLOW_DISK = """
