@@ -21,9 +21,10 @@ from pathlib import Path
 
 from slime.utils.deadline import Deadline, wait_until
 from slime.utils.errors import ConfigError, EngineError
+from slime.utils.files import replacing
 from slime.weight_sync.delta_codec import apply_delta
 from slime.weight_sync.tensor_files import checksum_function, checksums_of, open_bytes, populate, spans_of, threads
-from slime.weight_sync.version_store import MANIFEST, Manifest, read_manifest, version_path, write_json
+from slime.weight_sync.version_store import MANIFEST, Manifest, read_manifest, version_path
 
 logger = logging.getLogger(__name__)
 
@@ -160,7 +161,8 @@ def _read_state(folder: Path) -> _State | None:
 
 def _write_state(folder: Path, manifest: Manifest, *, is_whole: bool) -> None:
     state = _State(manifest.lineage, manifest.version, is_whole, _boot())
-    write_json(folder / "state.json", asdict(state))
+    with replacing(folder / "state.json") as partial:  # a reader finds the old or the new state
+        partial.write_text(json.dumps(asdict(state)), encoding="utf-8")
 
 
 def _boot() -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 from slime.config import notices
 from slime.config.groups import flag_of
@@ -31,16 +30,13 @@ def _unused(args: Namespace) -> Iterator[str]:
     yield from ()  # notices only: no problem ends the run
 
 
-def _transport(args: Namespace) -> Iterable[str]:
-    return TRANSPORTS[args.update_weight_transport].check(args)
-
-
 def _quantization(args: Namespace) -> Iterator[str]:
     """The format of the engines' weights must be one that can be sent."""
     if args.debug_train_only or args.debug_rollout_only:
         return  # nothing is sent
-    config = _quantization_config(args.hf_checkpoint)
-    if config is None:
+    # {} if there is no config.json, which another check reports
+    config = read_model_config(args.hf_checkpoint).get("quantization_config")
+    if not isinstance(config, dict):
         if args.sglang_quantization not in (None, "unquant") and args.sglang_load_format != "flash_rl":
             yield (
                 f"--sglang-quantization {args.sglang_quantization} does not work with --hf-checkpoint "
@@ -62,14 +58,8 @@ def _quantization(args: Namespace) -> Iterator[str]:
         )
 
 
-def _quantization_config(hf_checkpoint: str | None) -> dict[str, Any] | None:
-    """The ``quantization_config`` of config.json. None without it, or without the file, which another check reports."""
-    found = read_model_config(hf_checkpoint).get("quantization_config")
-    return found if isinstance(found, dict) else None
-
-
 RULES: tuple[Callable[[Namespace], Iterable[str]], ...] = (
     _unused,
-    _transport,
+    lambda args: TRANSPORTS[args.update_weight_transport].check(args),
     _quantization,
 )

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from slime.backends.protocols import EVERY_RANK, SOURCE, EngineFleet, EngineInfo, Place, Recipients, WeightExporter
+from slime.backends.protocols import EVERY_RANK, SOURCE, EngineFleet, EngineInfo, Recipients, WeightExporter
 from slime.utils import accelerator
 from slime.utils.errors import undone
 from slime.utils.net import free_port
@@ -91,7 +91,8 @@ class WeightUpdater:
             assert update.max_chunk_bytes is not None
             weights = trainer.export_weights(update.max_chunk_bytes, self.recipients(fleet.engines))
             wants = None if self._sent_before is None else self._sent_before.begin()
-            root = None if update.proof is None else update.proof.begin(self._hashed(fleet.engines))
+            hashed = places_of(fleet.engines, self._places(fleet.engines)[0], self._ranks.rank)
+            root = None if update.proof is None else update.proof.begin(hashed)
             return push_weights(fleet, senders, weights, update, self._ranks, wants, root)
 
     def _connected(self, fleet: EngineFleet) -> Senders:
@@ -127,10 +128,6 @@ class WeightUpdater:
         """Indices of the engines on the trainer's devices, and of all others."""
         near = [index for index, engine in enumerate(engines) if self._is_near(engine)]
         return near, [index for index in range(len(engines)) if index not in near]
-
-    def _hashed(self, engines: Sequence[EngineInfo]) -> list[Place]:
-        """The engine ranks whose tensors this rank hashes."""
-        return places_of(engines, self._places(engines)[0], self._ranks.rank)
 
     def recipients(self, engines: Sequence[EngineInfo]) -> Recipients:
         """The trainer ranks that send to one of ``engines``, and the experts that they send."""

@@ -15,14 +15,14 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from slime.utils.deadline import Deadline
 from slime.utils.errors import ConfigError, EngineError
-from slime.utils.files import RunLock, replacing
+from slime.utils.files import RunLock
 
 MANIFEST = "slime_weights.json"
 _MARKER = ".slime_weights"
@@ -159,24 +159,12 @@ class VersionStore:
         _to_disk(self.root)
         return final
 
-    def versions(self) -> Iterator[int]:
-        """Complete versions, oldest first."""
-        for path in sorted(self.root.glob("weight_v*")):
-            number = path.name.removeprefix("weight_v")
-            if number.isdecimal() and path.is_dir():
-                yield int(number)
-
     def prune(self, keep: Container[int]) -> None:
         """Delete all versions but those in ``keep``."""
-        for version in list(self.versions()):
-            if version not in keep:
-                shutil.rmtree(version_path(self.root, version), ignore_errors=True)
-
-
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Replace ``path`` atomically: a reader finds the old or the new content (power failures excepted)."""
-    with replacing(path) as partial:
-        partial.write_text(json.dumps(content), encoding="utf-8")
+        for path in sorted(self.root.glob("weight_v*")):
+            number = path.name.removeprefix("weight_v")
+            if number.isdecimal() and int(number) not in keep:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def _to_disk(path: Path) -> None:
