@@ -57,6 +57,7 @@ def main() -> None:
 
 def check(options: argparse.Namespace) -> Report:
     """Every row of the file."""
+    from slime.data.prepare import PromptMaker
     from slime.data.prompts import open_prompts
     from slime.data.rows import numbered_rows
 
@@ -67,8 +68,7 @@ def check(options: argparse.Namespace) -> Report:
         tokenizer = load_tokenizer(options.hf_checkpoint, trust_remote_code=False)
     elif options.apply_chat_template:
         raise ConfigError("--apply-chat-template needs --hf-checkpoint, whose template it is.")
-    maker, _ = open_prompts(
-        options.file,
+    settings = PromptMaker(
         tokenizer,
         prompt_key=options.input_key,
         multimodal_keys=options.multimodal_keys,
@@ -80,6 +80,7 @@ def check(options: argparse.Namespace) -> Report:
         # A limit makes the maker count tokens, but this one never drops a prompt: --max-prompt-len reports instead.
         max_length=None if tokenizer is None else sys.maxsize,
     )
+    maker, _ = open_prompts(options.file, settings)
     report = Report()
     # The handler keeps rows that cannot be parsed from ending the check.
     for where, row in numbered_rows(options.file, lambda error: report.problems.append(str(error))):

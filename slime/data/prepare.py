@@ -58,25 +58,24 @@ class PromptMaker:
 
     Attributes:
         tokenizer: needed for templates and for measuring.
-        template_kwargs: of the chat template. None leaves prompts unchanged.
-        measures: count the tokens of prompts that are text.
-        max_length: prompts with more tokens are dropped. A text that must have more is not tokenized to be measured.
-        special_tokens_as_text: encode special tokens in messages as text.
-        multimodal_keys: kind of media -> row field. None for prompts that are text only.
-        label_is_optional: rows may lack the label, because no flag asked for it.
         processor: of the checkpoint, needed for media.
+        max_length: prompts with more tokens are dropped. A text that must have more is not tokenized to be measured.
+            None measures no prompt.
+        multimodal_keys: kind of media -> row field. None for prompts that are text only.
+        special_tokens_as_text: encode special tokens in messages as text.
+        label_is_optional: rows may lack the label, because no flag asked for it.
     """
 
     tokenizer: Any
-    prompt_key: str
-    label_key: str | None
-    tool_key: str | None
-    metadata_key: str
-    template_kwargs: dict[str, Any] | None
-    measures: bool
-    multimodal_keys: dict[str, str] | None = None
     processor: Any = None
     max_length: int | None = None
+    prompt_key: str = "text"
+    multimodal_keys: dict[str, str] | None = None
+    label_key: str | None = None
+    tool_key: str | None = None
+    metadata_key: str = "metadata"
+    apply_chat_template: bool = False
+    apply_chat_template_kwargs: dict[str, Any] | None = None
     special_tokens_as_text: bool = False
     label_is_optional: bool = False
 
@@ -89,12 +88,12 @@ class PromptMaker:
         samples = [self._sample(where, row) for where, row in rows]
         for (where, _), sample in zip(rows, samples, strict=True):
             is_long = isinstance(sample.prompt, str) and len(sample.prompt) > _LONGEST_UNMEASURED
-            if is_long and not self.measures and self.tokenizer is not None:
+            if is_long and self.max_length is None and self.tokenizer is not None:
                 raise DataError(
                     f"{where}: the prompt has {len(sample.prompt)} characters, and no limit drops it: use "
                     "--rollout-max-prompt-len (--eval-max-prompt-len for evaluation)"
                 )
-        if not self.measures:
+        if self.max_length is None:
             return [Prepared(sample, None) for sample in samples]
         return [
             Prepared(sample, length)
@@ -114,7 +113,7 @@ class PromptMaker:
             messages = [{"role": "user", "content": prompt}]
         elif isinstance(prompt, list) and all(isinstance(message, dict) for message in prompt):
             messages = prompt
-        elif self.template_kwargs is None and self.multimodal_keys is None:
+        elif not self.apply_chat_template and self.multimodal_keys is None:
             messages = []  # a custom generate function reads it, such as the number of a task
         else:
             raise DataError(
@@ -127,7 +126,7 @@ class PromptMaker:
             media = self._media(where, messages)
             prompt = messages
         ids: list[int] = []
-        if self.template_kwargs is not None:
+        if self.apply_chat_template:
             prompt, ids = self._render(where, messages, tools)
         label = None
         if self.label_key is not None:
@@ -138,7 +137,7 @@ class PromptMaker:
 
     def _render(self, where: str, messages: Sequence[Any], tools: list[Any] | None) -> tuple[str, list[int]]:
         """The prompt, and its ids if they differ from those of its text."""
-        kwargs = {"add_generation_prompt": True} | (self.template_kwargs or {})
+        kwargs = {"add_generation_prompt": True} | (self.apply_chat_template_kwargs or {})
 
         def render(messages: Sequence[Any]) -> str:
             return render_chat(self._renderer, messages, tools=tools, **kwargs)

@@ -14,7 +14,7 @@ import itertools
 import logging
 import random
 from collections.abc import Callable, Generator, Iterator, Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 from slime.data.prepare import Placed, Prepared, PromptMaker, Row, prepare, prompt_lengths
@@ -71,10 +71,10 @@ class Dataset:
         Raises:
             DataError: a missing key, a wrong type, no row, or no row that is short enough.
         """
-        maker, rows = open_prompts(
-            path,
+        settings = PromptMaker(
             tokenizer,
-            processor=processor,
+            processor,
+            max_length,
             prompt_key=prompt_key,
             multimodal_keys=multimodal_keys,
             label_key=label_key,
@@ -82,10 +82,9 @@ class Dataset:
             metadata_key=metadata_key,
             apply_chat_template=apply_chat_template,
             apply_chat_template_kwargs=apply_chat_template_kwargs,
-            max_length=max_length,
-            skips_bad_lines=skips_bad_lines,
             special_tokens_as_text=special_tokens_as_text,
         )
+        maker, rows = open_prompts(path, settings, skips_bad_lines=skips_bad_lines)
         prepared = list(prepare(rows(), maker, num_workers))
         self.origin_samples = _short_enough(prepared, max_length)
         if not self.origin_samples:
@@ -126,50 +125,24 @@ class Dataset:
 
 
 def open_prompts(
-    path: str,
-    tokenizer: Any,
-    *,
-    processor: Any = None,
-    prompt_key: str,
-    multimodal_keys: dict[str, str] | None = None,
-    label_key: str | None,
-    tool_key: str | None,
-    metadata_key: str,
-    apply_chat_template: bool,
-    apply_chat_template_kwargs: dict[str, Any] | None,
-    max_length: int | None = None,
-    skips_bad_lines: bool = False,
-    special_tokens_as_text: bool = False,
-) -> tuple[PromptMaker, Callable[[], Iterator[tuple[str, Row]]]]:
-    """Return the maker of a file's prompts, and a function that reads its rows from the first on.
+    path: str, settings: PromptMaker, *, skips_bad_lines: bool = False
+) -> tuple[PromptMaker, Callable[[], Iterator[Placed]]]:
+    """Return ``settings`` with the keys of a file's first row, and a function that reads the rows from the first on.
 
     Raises:
         DataError: a file without rows, or invalid settings.
     """
-    if multimodal_keys is not None and processor is None:
+    if settings.multimodal_keys is not None and settings.processor is None:
         raise DataError("--multimodal-keys: the checkpoint has no processor for media; give one of a model with vision")
     read = functools.partial(numbered_rows, path, _warn if skips_bad_lines else None)
     first = next(iter(read()), None)
     if first is None:
         raise DataError(f"{path}: there is no row in it")
-    label_is_optional = label_key is None
+    label_key = settings.label_key
     if label_key is None and _DEFAULT_LABEL_KEY in first[1]:
         label_key = _DEFAULT_LABEL_KEY
-    maker = PromptMaker(
-        tokenizer=tokenizer,
-        prompt_key=_prompt_key(first[1], prompt_key),
-        label_key=label_key,
-        tool_key=tool_key,
-        metadata_key=metadata_key,
-        template_kwargs=dict(apply_chat_template_kwargs or {}) if apply_chat_template else None,
-        measures=max_length is not None,
-        multimodal_keys=multimodal_keys,
-        processor=processor,
-        max_length=max_length,
-        special_tokens_as_text=special_tokens_as_text,
-        label_is_optional=label_is_optional,
-    )
-    return maker, read
+    prompt_key, is_optional = _prompt_key(first[1], settings.prompt_key), settings.label_key is None
+    return replace(settings, prompt_key=prompt_key, label_key=label_key, label_is_optional=is_optional), read
 
 
 def _warn(problem: DataError) -> None:
@@ -243,7 +216,6 @@ class StreamingDataset:
     Attributes:
         read: opens the file: its rows from the first on.
         name: of the file, for messages.
-        max_length: prompts with more tokens are dropped. None keeps all.
         epoch_id: current pass over the file.
         offset: rows of this pass that were drawn, or dropped for their length.
     """
@@ -252,7 +224,6 @@ class StreamingDataset:
     maker: PromptMaker
     _: KW_ONLY
     name: str
-    max_length: int | None
     seed: int
     shuffles: bool
     num_workers: int = 0
@@ -305,21 +276,23 @@ class StreamingDataset:
 
     def _next_epoch(self) -> None:
         if self._num_drawn == 0:
-            reason = "there is no row in it" if self.offset == 0 else f"all prompts exceed {self.max_length} tokens"
+            reason = (
+                "there is no row in it" if self.offset == 0 else f"all prompts exceed {self.maker.max_length} tokens"
+            )
             raise DataError(f"{self.name}: there is no prompt to draw: {reason} (--rollout-max-prompt-len)")
         self.close()
         logger.info("%s: epoch %d ends after %d rows", self.name, self.epoch_id, self.offset)
         self.epoch_id, self.offset, self._num_drawn = self.epoch_id + 1, 0, 0
 
     def _is_short(self, prepared: Prepared) -> bool:
-        if self.max_length is None:
+        if self.maker.max_length is None:
             return True
         if prepared.num_tokens is None:
             if not self._has_warned:
                 logger.warning("%s: prompts that are message lists are not dropped for their length", self.name)
             self._has_warned = True
             return True
-        return prepared.num_tokens <= self.max_length
+        return prepared.num_tokens <= self.maker.max_length
 
 
 def draw_rows(dataset: Any, epoch_id: int, offset: int, count: int, *, shuffles: bool) -> tuple[list[Sample], int, int]:

@@ -8,6 +8,7 @@ from typing import Any
 from slime.data.arguments import PromptDataArgs
 from slime.data.chat import load_tokenizer
 from slime.data.media import load_processor
+from slime.data.prepare import PromptMaker
 from slime.data.prompts import Dataset, LoadedStream, Mixture, StreamingDataset, open_prompts
 from slime.utils.errors import DataError
 from slime.utils.prompt_sources import has_names, parse_sources
@@ -29,7 +30,11 @@ class PromptData(PromptDataArgs):
                 f"{self.data_source_path} takes: give one source, or a class that takes args alone"
             )
         return Dataset(
-            path or self.prompt_data, seed=self.rollout_seed, num_workers=self.num_data_workers, **self._of_rows()
+            path or self.prompt_data,
+            seed=self.rollout_seed,
+            num_workers=self.num_data_workers,
+            skips_bad_lines=self.skip_bad_lines,
+            **self._of_rows(),
         )
 
     def stream(self) -> StreamingDataset | Mixture:
@@ -46,12 +51,11 @@ class PromptData(PromptDataArgs):
         return Mixture(streams)
 
     def _streamed(self, path: str) -> StreamingDataset:
-        maker, read = open_prompts(path, **self._of_rows())
+        maker, read = open_prompts(path, PromptMaker(**self._of_rows()), skips_bad_lines=self.skip_bad_lines)
         return StreamingDataset(
             read,
             maker,
             name=f"--prompt-data {path}",
-            max_length=self.rollout_max_prompt_len,
             seed=self.rollout_seed,
             shuffles=self.rollout_shuffle,
             num_workers=self.num_data_workers,
@@ -64,7 +68,6 @@ class PromptData(PromptDataArgs):
             "processor": load_processor(self.hf_checkpoint, trust_remote_code=True) if has_media else None,
             "max_length": self.rollout_max_prompt_len,
             "multimodal_keys": self.multimodal_keys,
-            "skips_bad_lines": self.skip_bad_lines,
             "special_tokens_as_text": self.special_tokens_as_text,
             "prompt_key": self.input_key,
             "label_key": self.label_key,

@@ -14,6 +14,7 @@ from slime.config import notices
 from slime.config.check.generation import MEDIA
 from slime.config.resolve.batches import has_other_terms, is_group_relative
 from slime.data.arguments import PromptDataArgs
+from slime.data.prepare import PromptMaker
 from slime.data.prompts import open_prompts, prompt_key_of
 from slime.data.rows import check_prompt_file, read_file
 from slime.hooks.load import check_hooks, load_function
@@ -194,17 +195,9 @@ def _check_row(
     """
     if _first_row(path) is None:
         return  # ``_files`` reports it
-    maker, rows = open_prompts(
-        path,
-        # No tokenizer: keys and kinds of values are checked without loading the checkpoint.
-        None,
-        prompt_key=keys[0],
-        label_key=keys[1],
-        tool_key=keys[2],
-        metadata_key="",
-        apply_chat_template=False,
-        apply_chat_template_kwargs=None,
-    )
+    # No tokenizer: keys and kinds of values are checked without loading the checkpoint.
+    settings = PromptMaker(None, prompt_key=keys[0], label_key=keys[1], tool_key=keys[2], metadata_key="")
+    maker, rows = open_prompts(path, settings)
     try:
         (first,) = maker.make([next(rows())])
     except DataError as error:

@@ -7,6 +7,7 @@ import itertools
 import json
 import random
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,17 +38,9 @@ def rows(tmp_path: Path) -> str:
 
 def stream(path: str, tokenizer: Any = None, *, max_length: int | None = 10, **settings: Any) -> StreamingDataset:
     maker, read = open_prompts(
-        path,
-        tokenizer or PlainTokenizer(),
-        prompt_key="prompt",
-        label_key=None,
-        tool_key=None,
-        metadata_key="metadata",
-        apply_chat_template=False,
-        apply_chat_template_kwargs=None,
-        max_length=max_length,
+        path, PromptMaker(tokenizer or PlainTokenizer(), max_length=max_length, prompt_key="prompt")
     )
-    values: dict[str, Any] = {"name": path, "max_length": max_length, "seed": 3, "shuffles": True, "buffer_size": 40}
+    values: dict[str, Any] = {"name": path, "seed": 3, "shuffles": True, "buffer_size": 40}
     return StreamingDataset(read, maker, **(values | settings))
 
 
@@ -175,11 +168,11 @@ def test_a_file_with_long_prompts_only_ends_in_an_error(rows: str) -> None:
 
 
 def test_prompts_that_are_messages_are_not_measured() -> None:
-    maker = PromptMaker(PlainTokenizer(), "prompt", None, None, "metadata", None, measures=True)
+    maker = PromptMaker(PlainTokenizer(), max_length=100, prompt_key="prompt")
     messages = [{"role": "user", "content": "hello"}]
     made = list(prepare(iter([("row 1", {"prompt": messages}), ("row 2", {"prompt": "four"})]), maker))
     assert [one.num_tokens for one in made] == [None, 4]
-    rendered = PromptMaker(PlainTokenizer(), "prompt", None, None, "metadata", {}, measures=True)
+    rendered = replace(maker, apply_chat_template=True)
     assert rendered.make([("row 1", {"prompt": messages})])[0].num_tokens == len("<user>hello")
 
 
