@@ -84,8 +84,22 @@ class _Status(Enum):
     FAILED = "failed"
 
 
+class _Attached:
+    """Attributes that only some samples have. They are no fields, whose order is a contract.
+
+    Attributes:
+        trace: spans and events (``slime.observability.trace_utils``).
+        stop_text: length of the response when the text of its stop token was removed, and that text.
+        parts: (weight version, end) of each request, in deterministic runs. A list of lists: JSON has no tuples.
+    """
+
+    trace: dict[str, Any] | None = None
+    stop_text: list[Any] | None = None
+    parts: list[list[int | None]] | None = None
+
+
 @dataclass(eq=False)  # identity equality and hash: fields may hold tensors, and two samples are never "the same" row
-class Sample:
+class Sample(_Attached):
     """One prompt with (eventually) its response, log-probs, mask and reward.
 
     ``L`` is the number of tokens, ``R`` the number of response tokens. Use keywords: positions follow the field order.

@@ -59,14 +59,12 @@ class Planned:
 def note_part(sample: Sample, version: object) -> None:
     """Note that weights ``version`` generated the response of ``sample`` from the last part to its end."""
     number = int(str(version)) if str(version).isdecimal() else None
-    sample.parts = [*parts_of(sample), [number, sample.response_length]]  # type: ignore[attr-defined]
+    sample.parts = [*parts_of(sample), [number, sample.response_length]]
 
 
 def parts_of(sample: Sample) -> list[list[int | None]]:
     """The parts that :func:`note_part` has noted."""
-    # An attribute that only samples of deterministic runs have, not a field. A list of lists: JSON has no tuples.
-    parts: list[list[int | None]] = vars(sample).get("parts", [])
-    return parts
+    return sample.parts or []
 
 
 class Schedule:

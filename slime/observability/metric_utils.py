@@ -173,7 +173,7 @@ def _events(samples: Sequence[Sample]) -> Iterator[Mapping[str, Any]]:
     """Events of every trace once: the samples of one execution may share a trace."""
     seen: set[int] = set()
     for sample in samples:
-        trace = getattr(sample, "trace", None)
+        trace = sample.trace
         if isinstance(trace, Mapping) and id(trace) not in seen:
             seen.add(id(trace))
             yield from trace.get("events", [])

@@ -28,21 +28,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.data.sample import Sample
-from slime.observability.trace_events import (
-    SGLANG_PD_DECODE_SEGMENTS,
-    SGLANG_PD_PREFILL_SEGMENTS,
-    SGLANG_PD_SUMMARY_KEYS,
-    SGLANG_TRACE_META_KEYS,
-    TRACE_CHILDREN_KEY,
-    build_sglang_meta_trace_attrs,
-)
+from slime.observability.trace_events import TRACE_CHILDREN_KEY, build_sglang_meta_trace_attrs
 from slime.utils.errors import reported
 
 __all__ = [
-    "SGLANG_PD_DECODE_SEGMENTS",
-    "SGLANG_PD_PREFILL_SEGMENTS",
-    "SGLANG_PD_SUMMARY_KEYS",
-    "SGLANG_TRACE_META_KEYS",
     "TRACE_CHILDREN_KEY",
     "TRACE_VERSION",
     "TraceHandle",
@@ -160,10 +149,10 @@ class TraceSpanContext(AbstractContextManager["TraceSpanContext"]):
 
 def bind_trace(sample: Sample) -> TraceHandle:
     """The handle of a sample. Adds a trace to a sample without one."""
-    carrier = getattr(sample, "trace", None)
+    carrier = sample.trace
     if not isinstance(carrier, dict) or "events" not in carrier:
         carrier = _new_carrier(os.urandom(16).hex(), sample.index, sample.group_index, 0)
-        sample.trace = carrier  # type: ignore[attr-defined]  # plugins may attach attributes, and so do we
+        sample.trace = carrier
     return TraceHandle(carrier)
 
 

@@ -219,8 +219,8 @@ def complete(result: Any, source: Sample, tokenizer: Any) -> None:
         if sample.metadata is None:
             sample.metadata = dict(source.metadata)
         # A sample that the function made has no trace. Its spans belong to the trace of its source.
-        if hasattr(source, "trace") and not hasattr(sample, "trace"):
-            sample.trace = source.trace  # type: ignore[attr-defined]
+        if source.trace is not None and sample.trace is None:
+            sample.trace = source.trace
         sample.index = source.index if sample.index is None else sample.index
         sample.group_index = source.group_index if sample.group_index is None else sample.group_index
         # Rows of one execution share a rollout id. Without it each row would count as one rollout in the batch.

@@ -390,10 +390,10 @@ def cut_stop_token(
 
 def _cut(sample: Sample, stop: str) -> None:
     # The response itself may end with the same text, so a second call must not cut again.
-    is_cut = getattr(sample, "stop_text", None) == [len(sample.response), stop]
+    is_cut = sample.stop_text == [len(sample.response), stop]
     if stop and not is_cut and sample.response.endswith(stop):
         sample.response = sample.response.removesuffix(stop)
-        sample.stop_text = [len(sample.response), stop]  # type: ignore[attr-defined]
+        sample.stop_text = [len(sample.response), stop]
 
 
 @functools.lru_cache(maxsize=8)

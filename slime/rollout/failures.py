@@ -74,8 +74,8 @@ def _own_attrs(event: dict[str, Any]) -> dict[str, Any]:
 def traced_copy(sample: Sample) -> Sample:
     """A fresh copy whose spans go to the trace of ``sample``, for a function in a thread."""
     copied = fresh_copy(sample)
-    if hasattr(sample, "trace"):
-        copied.trace = sample.trace  # type: ignore[attr-defined]  # open spans continue in it
+    if sample.trace is not None:
+        copied.trace = sample.trace  # open spans continue in it
     return copied
 
 
@@ -148,7 +148,7 @@ class Attempts:
         for sample, original in zip(self._samples, self._originals, strict=True):
             # Callers hold the sample object itself, so its attributes are replaced, not the object. The spans around
             # the attempts are still open in its trace.
-            trace = {"trace": sample.trace} if hasattr(sample, "trace") else {}
+            trace = {"trace": sample.trace} if sample.trace is not None else {}
             vars(sample).clear()
             vars(sample).update(vars(fresh_copy(original)) | trace)
             sample.metadata["failed_attempts"] = number

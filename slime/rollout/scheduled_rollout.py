@@ -219,7 +219,7 @@ def restore(sample: Sample, recorded: Sample, ends: Sequence[int], tokenizer: An
     sample.loss_mask = None if recorded.loss_mask is None else recorded.loss_mask[:count]
     log_probs = recorded.rollout_log_probs
     sample.rollout_log_probs = None if log_probs is None else log_probs[:count]
-    sample.parts = parts_of(recorded)[: len(ends)]  # type: ignore[attr-defined]
+    sample.parts = parts_of(recorded)[: len(ends)]
     if is_whole:
         sample.response, sample.status = recorded.response, recorded.status
         return
