@@ -35,17 +35,8 @@ __all__ = ["RunRecord", "command_line", "load_run", "train", "train_async"]
 
 # Prefixes of flags that another parser reads: the engine's and its router's.
 _ENGINE = ("sglang_", "router_")
-# Columns of ``samples``, besides the prompt, the response and the label.
-_OF_SAMPLES = (
-    "position",
-    "index",
-    "group_index",
-    "status",
-    "reward",
-    "prompt_tokens",
-    "response_length",
-    "weight_version",
-)
+# Recorded columns that ``samples`` leaves out.
+_LEFT_OUT = ("trained_tokens", "seconds", "snippet")
 
 
 @dataclass(frozen=True)
@@ -95,15 +86,16 @@ class RunRecord:
 
     def sample_rows(self) -> Iterator[dict[str, Any]]:
         """The rows of :attr:`samples` without pandas."""
-        from slime.observability.sample_record import FOLDER, read_rows
+        from slime.observability.sample_record import FOLDER, LIGHT, read_rows
 
+        names = [name for name in LIGHT if name not in _LEFT_OUT]
         for path in sorted((self.path / FOLDER).glob("*.parquet")):
             kind, _, number = path.stem.partition("_")
             if kind not in ("rollout", "eval"):
                 continue
-            for row in read_rows(path, (*_OF_SAMPLES, "prompt", "response", "rest")):
+            for row in read_rows(path, (*names, "prompt", "response", "rest")):
                 texts = {"prompt": json.loads(row["prompt"]), "label": json.loads(row["rest"]).get("label")}
-                of_row = {name: row[name] for name in _OF_SAMPLES}
+                of_row = {name: row[name] for name in names}
                 yield {"kind": kind, "rollout": int(number), **of_row, **texts, "response": row["response"]}
 
 

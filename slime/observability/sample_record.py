@@ -40,19 +40,20 @@ logger = logging.getLogger(__name__)
 FOLDER = "samples"
 """Below the run's folder."""
 
-LIGHT = (
-    "position",
-    "index",
-    "group_index",
-    "status",
-    "reward",
-    "prompt_tokens",
-    "response_length",
-    "trained_tokens",
-    "weight_version",
-    "seconds",
-    "snippet",
-)
+_LIGHT_TYPES = {
+    "position": "int32",
+    "index": "int64",
+    "group_index": "int64",
+    "status": "string",
+    "reward": "float64",
+    "prompt_tokens": "int32",
+    "response_length": "int32",
+    "trained_tokens": "int32",
+    "weight_version": "string",
+    "seconds": "float64",
+    "snippet": "string",
+}
+LIGHT = tuple(_LIGHT_TYPES)
 """Columns of the table of samples, cheap to read for all samples."""
 
 _SNIPPET_CHARS = 120
@@ -222,17 +223,7 @@ def _rollout_schema() -> pa.Schema:
 
     return pa.schema(
         [
-            ("position", pa.int32()),
-            ("index", pa.int64()),
-            ("group_index", pa.int64()),
-            ("status", pa.string()),
-            ("reward", pa.float64()),
-            ("prompt_tokens", pa.int32()),
-            ("response_length", pa.int32()),
-            ("trained_tokens", pa.int32()),
-            ("weight_version", pa.string()),
-            ("seconds", pa.float64()),
-            ("snippet", pa.string()),
+            *((name, pa.type_for_alias(kind)) for name, kind in _LIGHT_TYPES.items()),
             ("prompt", pa.string()),
             ("response", pa.string()),
             ("tokens", pa.list_(pa.int32())),
