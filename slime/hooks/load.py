@@ -68,6 +68,11 @@ def load_function(path: str, role: Role | None = None, *, group_rm: bool = False
         raise ConfigError(f"{_shown(module)} has no {name!r}; its public functions: {public}") from None
 
 
+def load_optional(path: str | None, role: Role | None = None) -> Any:
+    """:func:`load_function` of a flag. None if it is not given."""
+    return None if path is None else load_function(path, role)
+
+
 def check_hooks(args: Namespace) -> list[str]:
     """Load every function that ``args`` names and compare it with how it will be called. Returns the problems."""
     problems: list[str] = []

@@ -16,7 +16,7 @@ from slime.batch.ship import Shipper
 from slime.config.run_config import RunConfig
 from slime.data.dump_file import load_debug_rollout_data, save_debug_rollout_data, save_tokenizer
 from slime.data.sample import Sample, iter_samples
-from slime.hooks.load import load_function
+from slime.hooks.load import load_function, load_optional
 from slime.observability.logging_utils import collecting, configure_logger
 from slime.observability.rollout_metrics import log_eval_rollout_data, log_rollout_data, mean_reward
 from slime.observability.trace_export import FinishedSamples
@@ -82,11 +82,11 @@ class RolloutManager:
         self._rollout_function = load_function(args.rollout_function_path, "rollout")
         self._keeps_prompts = getattr(self._rollout_function, "keeps_prompts", False)
         self._eval_function = load_function(args.eval_function_path, "rollout")
-        post_process = _load_optional(args.custom_reward_post_process_path)
-        convert = _load_optional(args.custom_convert_samples_to_train_data_path)
+        post_process = load_optional(args.custom_reward_post_process_path)
+        convert = load_optional(args.custom_convert_samples_to_train_data_path)
         self._shipper = Shipper(self._config, post_process, convert)
-        self._log_rollout = _load_optional(args.custom_rollout_log_function_path)
-        self._log_eval = _load_optional(args.custom_eval_rollout_log_function_path)
+        self._log_rollout = load_optional(args.custom_rollout_log_function_path)
+        self._log_eval = load_optional(args.custom_eval_rollout_log_function_path)
         if args.ci_test and args.use_fault_tolerance:
             self._inject_fault = load_function(_FAULT)()
         if self._servers is not None:
@@ -232,10 +232,6 @@ class RolloutManager:
 def _numbers(groups: Any) -> list[int]:
     """Numbers of the groups that a rollout returned."""
     return list({sample.group_index: None for sample in iter_samples(groups) if sample.group_index is not None})
-
-
-def _load_optional(path: str | None) -> Any:
-    return None if path is None else load_function(path)
 
 
 def create_rollout_manager(config: RunConfig, slots: GpuSlots, data_buffer: DataBufferClient) -> Any:

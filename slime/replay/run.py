@@ -380,7 +380,7 @@ def train(args: Namespace, replayed: Replayed, rollout: int) -> tuple[dict[str, 
     from slime.batch.ship import split_by_dp
     from slime.config.groups import from_args, with_values
     from slime.config.resolve.paths import needs_reference
-    from slime.hooks.load import load_function
+    from slime.hooks.load import load_optional
     from slime.ray.train_actor import trainer_class
 
     if args.use_critic:
@@ -389,7 +389,7 @@ def train(args: Namespace, replayed: Replayed, rollout: int) -> tuple[dict[str, 
             "--no-train."
         )
     hooks = (args.custom_reward_post_process_path, args.custom_convert_samples_to_train_data_path)
-    post_process, convert = (None if path is None else load_function(path) for path in hooks)
+    post_process, convert = map(load_optional, hooks)
     data = compile_train_data(
         [replayed.group], rewards=from_args(RewardArgs, args), post_process=post_process, convert=convert, args=args
     )

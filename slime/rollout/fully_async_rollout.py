@@ -29,7 +29,7 @@ from typing import Any
 
 from slime.data.sample import Sample, SampleGroup, iter_samples
 from slime.data.schedule import record
-from slime.hooks.load import load_function
+from slime.hooks.load import load_optional
 from slime.rollout.base_types import RolloutFnTrainOutput, complete_args
 from slime.rollout.collect import Drops, apply_filter, call_batch_hooks, first_index, log_sample
 from slime.rollout.failures import FailureBudget, fresh_copy, without_response
@@ -289,8 +289,7 @@ def _stop_global_worker() -> None:
 async def _generate_rollout_async(args: Namespace, rollout_id: int, data_buffer: Any) -> RolloutFnTrainOutput:
     worker = _get_global_worker(args, data_buffer)
     worker.release()
-    filter_path = args.dynamic_sampling_filter_path
-    dynamic_filter = None if filter_path is None else load_function(filter_path, "filter")
+    dynamic_filter = load_optional(args.dynamic_sampling_filter_path, "filter")
     drops = Drops(args.rollout_batch_size)
     metrics = {"rollout/stale_groups": 0, "rollout/stale_tokens": 0}
     failures = FailureBudget(args.max_failed_share, args.rollout_batch_size * args.n_samples_per_prompt)

@@ -30,7 +30,7 @@ from slime.backends.training.arguments import OptimizerArgs, ParallelArgs, Plugi
 from slime.backends.training.attention import choose_kernel
 from slime.batch.arguments import BatchArgs
 from slime.config.run_config import RunConfig
-from slime.hooks.load import load_function
+from slime.hooks.load import load_optional
 from slime.models.lora import LoraConfig
 from slime.models.shape import ModelShape
 
@@ -97,8 +97,8 @@ def build_model_state(run: RunConfig, shape: ModelShape) -> TrainState:
     """The model alone: without weights, optimizer, schedule and gradient buffers."""
     choose_kernel(run[ModelArgs].attention_backend)
     config = build_config(run, shape)
-    args, path = run.args, run[PluginArgs].custom_model_provider_path
-    provider = None if path is None else load_function(path)
+    args = run.args
+    provider = load_optional(run[PluginArgs].custom_model_provider_path)
     if provider is not None and "args" in inspect.signature(provider).parameters:
         provider = partial(provider, args=args)
     spec = user_spec(args)

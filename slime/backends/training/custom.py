@@ -20,7 +20,7 @@ from slime.algorithms.reduce import Reducer, Samples
 from slime.algorithms.types import LossOutput
 from slime.backends.training.context_parallel import WHOLE, Sharding, seen_as
 from slime.config.groups import from_args, with_values
-from slime.hooks.load import can_be_called, load_function
+from slime.hooks.load import can_be_called, load_optional
 from slime.utils.errors import ConfigError
 
 UserFunction = Callable[..., Any]
@@ -53,20 +53,15 @@ class CustomFunctions:
         Raises:
             ConfigError: a path that cannot be loaded.
         """
-
         paths = from_args(AlgorithmArgs, args)
-
-        def function(path: str | None) -> UserFunction | None:
-            return None if path is None else load_function(path)
-
         return cls(
             # padding of the vocabulary must stay out of users' log-probs, also if --vocab-size is not given
             args=args if vocab_size is None else with_values(args, vocab_size=vocab_size),
-            loss=function(paths.custom_loss_function_path),
-            advantages=function(paths.custom_advantage_function_path),
-            tis=function(paths.custom_tis_function_path),
-            pg_reducer=function(paths.custom_pg_loss_reducer_function_path),
-            postprocess=function(paths.rollout_data_postprocess_path),
+            loss=load_optional(paths.custom_loss_function_path),
+            advantages=load_optional(paths.custom_advantage_function_path),
+            tis=load_optional(paths.custom_tis_function_path),
+            pg_reducer=load_optional(paths.custom_pg_loss_reducer_function_path),
+            postprocess=load_optional(paths.rollout_data_postprocess_path),
         )
 
     def correct(self, samples: Samples, total_lengths: Sequence[int]) -> Correct | None:
