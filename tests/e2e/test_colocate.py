@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 
@@ -85,10 +84,6 @@ class OneEngine(EngineMemory):
     def pause_watch(self) -> None: ...
 
     def resume_watch(self) -> None: ...
-
-
-def scheduler(engine: SGLangEngine) -> psutil.Process:
-    return next(part for part in engine._parts if "sched" in part.name())
 
 
 def test_an_engine_gives_its_memory_back_and_serves_again_after_a_sync(tiny_task, tmp_path):

@@ -23,21 +23,13 @@ import psutil
 
 from slime.backends.sglang_utils.checksum import read_checksums
 from slime.backends.sglang_utils.engine_adapters import AdapterCalls
-from slime.backends.sglang_utils.fork_server import ForkedServer
-from slime.backends.sglang_utils.server_process import (
-    Activity,
-    OtherNode,
-    StartProgress,
-    activity_of,
-    launch_server,
-    named_children,
-)
+from slime.backends.sglang_utils.server_process import Activity, NodeServer, OtherNode, StartProgress
 from slime.backends.sglang_utils.topology import WorkerType
 from slime.config.arguments import SyncArgs
 from slime.utils.deadline import Deadline, wait_until
 from slime.utils.errors import DeadlineExceeded, EngineError, EngineSilent
 from slime.utils.net import url_host
-from slime.utils.process import GuardedProcess, has_ended, log_tail
+from slime.utils.process import log_tail
 
 _POLL_S = 0.1
 _WATCH_EVERY_S = 0.5
@@ -108,8 +100,9 @@ class SGLangEngine(AdapterCalls):
     def __init__(self, spec: EngineSpec, other_nodes: Sequence[OtherNode] = ()) -> None:
         self._spec = spec
         self._other_nodes = other_nodes
-        self._server: ForkedServer | GuardedProcess | None = None
-        self._parts: dict[str, psutil.Process] = {}
+        self._server = NodeServer(
+            spec.argv, env=spec.env, log_path=spec.log_path, fork_server_socket=spec.fork_server_socket
+        )
         self._lost_part = ""
         self._stopping = threading.Event()
         self._released: set[str] = set()
@@ -134,13 +127,7 @@ class SGLangEngine(AdapterCalls):
         progress = StartProgress(f"engine {spec.rank} ({self.url})", spec.start_timeout_s)
         for node in self._other_nodes:
             node.start()
-        self._server = launch_server(
-            spec.argv,
-            env=spec.env,
-            log_path=spec.log_path,
-            fork_server_socket=spec.fork_server_socket,
-            deadline=deadline,
-        )
+        self._server.start(deadline)
         while not self._answers():
             self.raise_if_dead()
             if lost := self._lost_node():  # the first node would wait for it until its timeout
@@ -150,24 +137,22 @@ class SGLangEngine(AdapterCalls):
                 self.stop()
                 raise EngineError(f"{failure}. Last lines of {spec.log_path}:\n{log_tail(spec.log_path)}")
             time.sleep(_POLL_S)
-        self._parts = named_children(self._server.pid)
+        self._server.note_parts()
         for node in self._other_nodes:
             node.note_parts()
         threading.Thread(target=self._watch_parts, name=f"parts of engine {spec.rank}", daemon=True).start()
 
     def _activities(self) -> list[Activity | None]:
-        assert self._server is not None
-        return [activity_of(self._server.pid, self._spec.log_path), *(node.activity() for node in self._other_nodes)]
+        return [self._server.activity(), *(node.activity() for node in self._other_nodes)]
 
     def _watch_parts(self) -> None:
         """Stop the server when it has lost a part. Body of a thread."""
         # SGLang itself takes many seconds to notice it and does not answer meanwhile.
         while self.is_alive() and not self._stopping.wait(_WATCH_EVERY_S):
-            part = next((name for name, part in self._parts.items() if has_ended(part)), None)
+            part = self._server.lost_part()
             lost = self._lost_node() if part is None else f"its process {part} had ended"
             if lost is not None and self.is_alive() and not self._stopping.is_set():
                 self._lost_part = f", stopped because {lost}"
-                assert self._server is not None
                 self._server.stop()
                 return
 
@@ -187,9 +172,9 @@ class SGLangEngine(AdapterCalls):
     def _listens(self) -> bool:
         """Whether the port belongs to this server."""
         # After a collision of ports the server of another run would answer the readiness request as well.
-        assert self._server is not None
+        assert self._server.process is not None
         try:
-            main = psutil.Process(self._server.pid)
+            main = psutil.Process(self._server.process.pid)
             return any(
                 connection.status == psutil.CONN_LISTEN and connection.laddr.port == self._spec.port
                 for process in (main, *main.children(recursive=True))
@@ -199,11 +184,11 @@ class SGLangEngine(AdapterCalls):
             return False
 
     def is_alive(self) -> bool:
-        return self._server is not None and self._server.exit_code() is None
+        return self._server.process is not None and self._server.exit_code() is None
 
     def has_ended(self) -> bool:
         """True if the server, or one of its necessary child processes, has ended."""
-        return not self.is_alive() or any(map(has_ended, self._parts.values()))
+        return not self.is_alive() or self._server.lost_part() is not None
 
     def is_responsive(self, timeout_s: float) -> bool:
         """True if the scheduler works: it produces a token, or reports its load, within ``timeout_s``."""
@@ -218,17 +203,16 @@ class SGLangEngine(AdapterCalls):
 
     def raise_if_dead(self) -> None:
         """Raise the cause if the server process has ended."""
-        if self._server is not None and self._server.exit_code() is not None:
+        if (status := self._server.exit_code()) is not None:
             raise EngineError(
-                f"engine {self._spec.rank} ({self.url}) died with status {self._server.exit_code()}{self._lost_part}. "
+                f"engine {self._spec.rank} ({self.url}) died with status {status}{self._lost_part}. "
                 f"Last lines of {self._spec.log_path}:\n{log_tail(self._spec.log_path)}"
             )
 
     def stop(self) -> None:
         """Kill the server and everything it started."""
         self._stopping.set()
-        if self._server is not None:
-            self._server.stop()
+        self._server.stop()
         if self._other_nodes:
             with ThreadPoolExecutor(len(self._other_nodes)) as pool:
                 list(pool.map(lambda node: node.stop(), self._other_nodes))

@@ -22,7 +22,7 @@ import psutil
 
 from slime.backends.sglang_utils.fork_server import ForkedServer, forget_allocator_settings
 from slime.utils.deadline import Deadline
-from slime.utils.process import GuardedProcess, watch_owner, work_of
+from slime.utils.process import GuardedProcess, has_ended, watch_owner, work_of
 from slime.utils.torchvision_cpu import install as allow_torchvision_on_cpu
 
 logger = logging.getLogger(__name__)
@@ -48,37 +48,6 @@ class ForkAddress:
         """Its socket, if ``host`` is its node. Otherwise None."""
         # Both conditions: different nodes may share a file system, and simulated nodes may share an address.
         return self.socket_path if self.host == host and Path(self.socket_path).parent.exists() else None
-
-
-def launch_server(
-    argv: Sequence[str],
-    *,
-    env: Mapping[str, str],
-    log_path: Path,
-    fork_server_socket: str | None,
-    deadline: Deadline,
-) -> ForkedServer | GuardedProcess:
-    """Start a server with these flags. If this process is killed, the server and its children are killed too.
-
-    Args:
-        env: added to the environment of this process.
-        fork_server_socket: of the preloading process on this host, or None to start SGLang from scratch.
-        deadline: of the wait for the preloading process.
-    """
-    if fork_server_socket is not None:
-        return ForkedServer(fork_server_socket, argv, env=env, log_path=log_path, deadline=deadline)
-    command = [sys.executable, "-m", "slime.backends.sglang_utils.server_process", *argv]
-    return GuardedProcess(command, log_path=log_path, env=env)
-
-
-def named_children(pid: int) -> dict[str, psutil.Process]:
-    """Child processes of a server (scheduler, detokenizer, ...) by name."""
-    # Their ends must be watched: the server survives the end of some.
-    try:
-        children = psutil.Process(pid).children(recursive=True)
-        return {f"{name} ({child.pid})": child for child in children if (name := child.name()).startswith(_PART_PREFIX)}
-    except psutil.Error:  # it has just ended
-        return {}
 
 
 def is_shutting_down(client: httpx.Client) -> bool:
@@ -125,6 +94,63 @@ def activity_of(pid: int, log_path: Path) -> Activity:
     with contextlib.suppress(OSError):
         return Activity(log_path.stat().st_size, cpu_s, read_bytes)
     return Activity(0, cpu_s, read_bytes)
+
+
+class NodeServer:
+    """The server of an engine on one node. If this process is killed, the server and its children are killed too.
+
+    Args:
+        env: added to the environment of this process.
+        fork_server_socket: of the preloading process on this host, or None to start SGLang from scratch.
+    """
+
+    process: ForkedServer | GuardedProcess | None = None
+    """None before the start."""
+
+    def __init__(
+        self, argv: Sequence[str], *, env: Mapping[str, str], log_path: Path, fork_server_socket: str | None = None
+    ) -> None:
+        self._argv = argv
+        self._env = env
+        self._log_path = log_path
+        self._fork_server_socket = fork_server_socket
+        self._parts: dict[str, psutil.Process] = {}
+
+    def start(self, deadline: Deadline) -> None:
+        """Launch it. ``deadline``: of the wait for the preloading process."""
+        env, log_path, socket_path = self._env, self._log_path, self._fork_server_socket
+        if socket_path is not None:
+            self.process = ForkedServer(socket_path, self._argv, env=env, log_path=log_path, deadline=deadline)
+        else:
+            command = [sys.executable, "-m", "slime.backends.sglang_utils.server_process", *self._argv]
+            self.process = GuardedProcess(command, log_path=log_path, env=env)
+
+    def exit_code(self) -> int | None:
+        """None while it runs, or before its start."""
+        return None if self.process is None else self.process.exit_code()
+
+    def note_parts(self) -> None:
+        """Remember its child processes (scheduler, detokenizer, ...), once the engine answers and all of them run."""
+        # Their ends must be watched: the server survives the end of some. On a node without HTTP SGLang waits for them
+        # one after the other, and would not notice the end of the second while the first one lives.
+        if self.process is None:
+            return
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            children = psutil.Process(self.process.pid).children(recursive=True)
+            named = [(child.name(), child) for child in children]
+            self._parts = {f"{name} ({child.pid})": child for name, child in named if name.startswith(_PART_PREFIX)}
+
+    def lost_part(self) -> str | None:
+        """The name of a child process that has ended."""
+        return next((name for name, part in self._parts.items() if has_ended(part)), None)
+
+    def activity(self) -> Activity | None:
+        """Its work so far. None before its start."""
+        return None if self.process is None else activity_of(self.process.pid, self._log_path)
+
+    def stop(self) -> None:
+        if self.process is not None:
+            self.process.stop()
 
 
 class OtherNode(Protocol):

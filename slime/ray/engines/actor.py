@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import ray
 from ray.exceptions import RayError
 
@@ -27,15 +26,12 @@ from slime.backends.protocols import EngineInfo
 from slime.backends.sglang_utils.engine import EngineSpec, SGLangEngine
 from slime.backends.sglang_utils.engine_adapters import StagedAdapter
 from slime.backends.sglang_utils.external import ExternalEngine, ExternalEngineInfo, engine_info, get_server_info
-from slime.backends.sglang_utils.fork_server import ForkedServer
 from slime.backends.sglang_utils.server_args import build_argv, server_env
 from slime.backends.sglang_utils.server_process import (
     Activity,
     ForkAddress,
-    activity_of,
+    NodeServer,
     is_shutting_down,
-    launch_server,
-    named_children,
 )
 from slime.backends.sglang_utils.topology import EnginePlace, WorkerType
 from slime.observability.logging_utils import configure_logger
@@ -49,7 +45,7 @@ from slime.utils.async_utils import call_in_thread, run
 from slime.utils.deadline import Deadline
 from slime.utils.errors import DeadlineExceeded, SlimeError
 from slime.utils.net import PortClaim, claim_ports, url_host
-from slime.utils.process import GuardedProcess, has_ended, log_tail
+from slime.utils.process import log_tail
 
 logger = logging.getLogger(__name__)
 
@@ -233,36 +229,27 @@ class EngineNodeActor:
     ) -> None:
         self._name = f"engine {place.rank} node {node}"
         _register(self._name, f"engine-{place.rank}.{node}")
-        self._host, self._ports = _claim([1, 1])
+        host, self._ports = _claim([1, 1])
         ports = [claim.first for claim in self._ports]
-        self._argv = _server_argv(args, place, base_gpu_id, self._host, ports, meet, node)
-        self._fork_server_socket = _fork_socket(meet.fork_server, self._host)
+        self._server = NodeServer(
+            _server_argv(args, place, base_gpu_id, host, ports, meet, node),
+            env=server_env(host),
+            log_path=log_path,
+            fork_server_socket=_fork_socket(meet.fork_server, host),
+        )
         self._log_path = log_path
         self._pull_timeout_s = args.weight_sync_timeout
         self._deadline = Deadline(args.engine_start_timeout, f"{self._name} to start", "--engine-start-timeout")
-        self._server: ForkedServer | GuardedProcess | None = None
-        self._parts: dict[str, psutil.Process] = {}
 
     def start(self) -> None:
-        self._server = launch_server(
-            self._argv,
-            env=server_env(self._host),
-            log_path=self._log_path,
-            fork_server_socket=self._fork_server_socket,
-            deadline=self._deadline,
-        )
+        self._server.start(self._deadline)
 
     def note_parts(self) -> None:
-        """Remember the processes of the server, once the engine answers and all of them run."""
-        # SGLang waits for them one after the other on this node: it would not notice the end of the second process
-        # while the first one lives.
-        if self._server is not None:
-            self._parts = named_children(self._server.pid)
+        self._server.note_parts()
 
     def lost(self) -> str | None:
         """The reason why the server or one of its processes has ended. None while it runs, or before its start."""
-        status = None if self._server is None else self._server.exit_code()
-        part = next((name for name, part in self._parts.items() if has_ended(part)), None)
+        status, part = self._server.exit_code(), self._server.lost_part()
         if status is None and part is None:
             return None
         how = f"died with status {status}" if part is None else f"lost its process {part}"
@@ -270,11 +257,10 @@ class EngineNodeActor:
 
     def activity(self) -> Activity | None:
         """The work of the server so far. None before its start."""
-        return None if self._server is None else activity_of(self._server.pid, self._log_path)
+        return self._server.activity()
 
     def stop(self) -> None:
-        if self._server is not None:
-            self._server.stop()
+        self._server.stop()
 
     def stage_adapter(self, tensors: bytes, metadata: Sequence[Any], num_ranks: int) -> list[str]:
         """Put an adapter into this node's memory. Returns what each of its ``num_ranks`` ranks reads."""

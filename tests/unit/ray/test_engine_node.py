@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from slime.backends.sglang_utils.server_process import Activity
+from slime.backends.sglang_utils.server_process import Activity, NodeServer
 from slime.ray.engines import actor as actor_module
 from slime.ray.engines.actor import EngineNodeActor, NodeSlot, RayOtherNode, pull_in_time
 from slime.utils.errors import ConfigError, DeadlineExceeded
@@ -50,8 +50,9 @@ def test_a_part_is_lost_with_any_of_its_schedulers_even_if_its_server_goes_on(
     while len(schedulers()) < 2:
         assert unloaded_time() < ends_at
     part = EngineNodeActor.__new__(EngineNodeActor)
-    part._name, part._log_path, part._parts = "engine 3 node 1", tmp_path / "engine_3.node1.log", {}
-    part._server = SimpleNamespace(pid=server.pid, exit_code=server.poll)
+    part._name, part._log_path = "engine 3 node 1", tmp_path / "engine_3.node1.log"
+    part._server = NodeServer([], env={}, log_path=part._log_path)
+    part._server.process = SimpleNamespace(pid=server.pid, exit_code=server.poll)
     part.note_parts()
     assert part.lost() is None
     schedulers()[1].kill()

@@ -128,7 +128,7 @@ def test_a_server_that_closes_the_connection_and_then_ends_is_reported_with_its_
 ):
     (tmp_path / "log").write_text("RuntimeError: the cause")
     statuses = iter([None, None, None])
-    engine._server = SimpleNamespace(exit_code=lambda: next(statuses, -9))  # type: ignore[assignment]
+    engine._server.process = SimpleNamespace(exit_code=lambda: next(statuses, -9))  # type: ignore[assignment]
     server.answers["POST /end_weight_update"] = (NO_ANSWER, "")
     with pytest.raises(EngineError, match=r"(?s)died with status -9.*RuntimeError: the cause"):
         engine.end_weight_update()

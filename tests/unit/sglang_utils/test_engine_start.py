@@ -11,10 +11,9 @@ from typing import Any
 import psutil
 import pytest
 
-from slime.backends.sglang_utils import engine as engine_module
 from slime.backends.sglang_utils import server_process
 from slime.backends.sglang_utils.engine import EngineSpec, SGLangEngine
-from slime.backends.sglang_utils.server_process import STALL_TIMEOUT_S, Activity, StartProgress, activity_of
+from slime.backends.sglang_utils.server_process import STALL_TIMEOUT_S, Activity, NodeServer, StartProgress, activity_of
 from slime.ray.arguments import parse_only
 from slime.utils.errors import EngineError
 from slime.utils.net import claim_ports
@@ -142,12 +141,11 @@ def test_an_engine_that_does_nothing_is_killed_and_its_error_shows_its_log(tmp_p
     log, command = tmp_path / "engine.log", "echo waits for a lock; exec sleep 600"
     started: list[psutil.Process] = []
 
-    def launch(*args: Any, **kwargs: Any) -> GuardedProcess:
-        server = GuardedProcess(["sh", "-c", command], log_path=log)
-        started.append(psutil.Process(server.pid))
-        return server
+    def launch(server: NodeServer, deadline: Any) -> None:
+        server.process = GuardedProcess(["sh", "-c", command], log_path=log)
+        started.append(psutil.Process(server.process.pid))
 
-    monkeypatch.setattr(engine_module, "launch_server", launch)
+    monkeypatch.setattr(NodeServer, "start", launch)
     engine = SGLangEngine(EngineSpec(7, "127.0.0.1", claim_ports("127.0.0.1").first, [], {}, log))
     with pytest.raises(
         EngineError, match=r"(?s)engine 7 \(http://127.* stopped working.*engine.log:\n    waits for a "
