@@ -92,7 +92,7 @@ def train_step(state: TrainState, context: LossContext, step: int) -> StepResult
     Raises:
         NonFiniteGradients: on all ranks, before anything was applied.
     """
-    batch, place, num_rollouts = context.batch, state.place, context.scale.num_rollouts
+    batch, place, num_rollouts = context.batch, context.place, context.num_rollouts
     per_token = context.settings.calculate_per_token_loss
     share = _share(batch, step, place, per_token=per_token)
     record = StepRecord()
@@ -119,7 +119,7 @@ def train_step(state: TrainState, context: LossContext, step: int) -> StepResult
         return norm, None
 
     groups = state.optimizer.param_groups
-    return finish_step(context, step, record, metrics, place=place, param_groups=groups, is_bad=is_bad, update=update)
+    return finish_step(context, step, record, metrics, param_groups=groups, is_bad=is_bad, update=update)
 
 
 def _share(batch: TrainBatch, step: int, place: RankPlace, *, per_token: bool) -> float:

@@ -131,7 +131,7 @@ class MegatronTrainer(MegatronWeights):
 
     def _step(self, rollout_id: int, step: int, context: LossContext) -> StepResult:
         before = partial(self._hooks.before_step, self._ready, rollout_id, step)
-        return train_step(self._ready, context, step, place=self._place, before=before)
+        return train_step(self._ready, context, step, before=before)
 
     def _whole_batch(self, results: dict[int, torch.Tensor], lengths: Sequence[int]) -> list[torch.Tensor]:
         return from_last_stage(results, lengths)

@@ -25,23 +25,18 @@ from slime.backends.megatron_utils.checkpoint.state import TrainState
 from slime.backends.megatron_utils.model.attention import PackedSegments, segments_of
 from slime.backends.megatron_utils.model.gpt import unwrap
 from slime.backends.training.arguments import PluginArgs
-from slime.backends.training.data import MicroBatch, RankPlace, TrainBatch
+from slime.backends.training.data import MicroBatch, TrainBatch
 from slime.backends.training.loss import LossContext, micro_batch_loss
 from slime.backends.training.steps import ReadOutput, StepRecord, StepResult, finish_step, split_by_sample
 from slime.config.run_config import RunConfig
-from slime.hooks.load import load_function
+from slime.hooks.load import load_optional
 from slime.utils import accelerator
 
 logger = logging.getLogger(__name__)
 
 
 def train_step(
-    state: TrainState,
-    context: LossContext,
-    step: int,
-    *,
-    place: RankPlace,
-    before: Callable[[], None] | None = None,
+    state: TrainState, context: LossContext, step: int, *, before: Callable[[], None] | None = None
 ) -> StepResult:
     """Train on step ``step`` of the batch.
 
@@ -51,7 +46,7 @@ def train_step(
     Raises:
         NonFiniteGradients: on all ranks, before anything was applied.
     """
-    batch, objective, num_rollouts = context.batch, context.objective, context.scale.num_rollouts
+    batch, objective, num_rollouts = context.batch, context.objective, context.num_rollouts
     record = StepRecord()
     predicted: list[torch.Tensor] = []
     vocab = objective.vocab_size if state.trains_prediction else None
@@ -84,13 +79,12 @@ def train_step(
         with_trained=state.trains_prediction,
     )
     metrics = _metrics(state, record, predicted, context)
-    describe = partial(record.describe_bad, batch, place.dp_rank)
+    describe = partial(record.describe_bad, batch, context.place.dp_rank)
     result = finish_step(
         context,
         step,
         record,
         metrics,
-        place=place,
         param_groups=state.optimizer.param_groups,
         is_bad=bool(bad_ranks),
         update=partial(_update, state, bad_ranks, num_rollouts, describe),
@@ -109,7 +103,7 @@ def _metrics(
         return {}
     metrics = record.metrics(
         per_token=context.settings.calculate_per_token_loss,
-        num_rollouts=context.scale.num_rollouts,
+        num_rollouts=context.num_rollouts,
         group=mpu.get_data_parallel_group(),
     )
     if state.trains_prediction:
@@ -256,15 +250,11 @@ class TrainerHooks:
             ConfigError: a path that cannot be loaded.
         """
         paths = run[PluginArgs]
-
-        def function(path: str | None) -> Callable[..., Any] | None:
-            return None if path is None else load_function(path)
-
         return cls(
             run.args,
-            init=function(paths.custom_megatron_init_path),
-            log_prob=function(paths.custom_megatron_before_log_prob_hook_path),
-            train_step=function(paths.custom_megatron_before_train_step_hook_path),
+            init=load_optional(paths.custom_megatron_init_path),
+            log_prob=load_optional(paths.custom_megatron_before_log_prob_hook_path),
+            train_step=load_optional(paths.custom_megatron_before_train_step_hook_path),
         )
 
     def after_init(self) -> None:

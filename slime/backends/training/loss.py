@@ -65,38 +65,20 @@ class Objective:
 
 
 @dataclass(frozen=True)
-class LossScale:
-    """The numbers that a step divides by.
+class LossContext:
+    """Everything that the loss of a micro-batch depends on besides the micro-batch and its logits.
 
     Attributes:
         num_micro_batches: of this rank in this step.
         num_rollouts: of the step, all ranks together.
-        data_parallel_size: without context parallelism.
-        context_parallel_size: ranks that share every sequence.
-        tensor_group: ranks that share the vocabulary. None means that this rank has all of it.
+        place: of this rank.
     """
-
-    num_micro_batches: int
-    num_rollouts: int
-    data_parallel_size: int
-    context_parallel_size: int = 1
-    tensor_group: dist.ProcessGroup | None = None
-
-    @classmethod
-    def of(cls, batch: TrainBatch, step: int, place: RankPlace) -> LossScale:
-        """The scale of step ``step`` on this rank."""
-        return cls(
-            batch.num_micro_batches(step), batch.num_rollouts(step), place.dp_size, place.cp_size, place.tensor_group
-        )
-
-
-@dataclass(frozen=True)
-class LossContext:
-    """Everything that the loss of a micro-batch depends on besides the micro-batch and its logits."""
 
     objective: Objective
     batch: TrainBatch
-    scale: LossScale
+    num_micro_batches: int
+    num_rollouts: int
+    place: RankPlace
 
     @property
     def settings(self) -> AlgorithmArgs:
@@ -211,7 +193,7 @@ def _micro_batch_loss(
             vocab_size=context.objective.vocab_size,
             temperature=context.objective.temperature,
             chunk_size=settings.log_probs_chunk_size,
-            tensor_group=context.scale.tensor_group,
+            tensor_group=context.place.tensor_group,
             with_entropy=settings.loss_type == "policy_loss" and settings.wants_entropy,
             # a metric needs no graph, which costs a buffer of [chunk, V]
             with_entropy_grad=settings.entropy_coef != 0,
@@ -224,19 +206,21 @@ def _micro_batch_loss(
             case other:
                 raise ValueError(f"--loss-type {other} is not supported")
         log_probs = log_probs.detach()
-    return _scaled(output, samples, context.scale, log_probs)
+    return _scaled(output, samples, context, log_probs)
 
 
-def _scaled(output: LossOutput, samples: Samples, scale: LossScale, log_probs: torch.Tensor | None) -> MicroBatchLoss:
+def _scaled(
+    output: LossOutput, samples: Samples, context: LossContext, log_probs: torch.Tensor | None
+) -> MicroBatchLoss:
     """The loss and its normalizer. The module docstring derives the factors."""
     num_tokens = count_tokens(samples.loss_masks)
     if samples.per_token:
         # every context-parallel rank counts all tokens, so Megatron divides by that factor too much
-        loss, normalizer = output.loss * scale.context_parallel_size, num_tokens
+        loss, normalizer = output.loss * context.place.cp_size, num_tokens
     else:
         # undoes Megatron's division by micro-batches and its mean over ranks
-        num_ranks = scale.data_parallel_size * scale.context_parallel_size
-        loss = output.loss * (scale.num_micro_batches * num_ranks / scale.num_rollouts)
+        num_ranks = context.place.dp_size * context.place.cp_size
+        loss = output.loss * (context.num_micro_batches * num_ranks / context.num_rollouts)
         # Megatron's schedule divides by the normalizer, which must change nothing here
         normalizer, num_tokens = torch.ones_like(num_tokens), torch.zeros_like(num_tokens)
     metrics = [value.float() for value in output.metrics.values()]

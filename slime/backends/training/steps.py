@@ -127,7 +127,6 @@ def finish_step(
     record: StepRecord,
     metrics: dict[str, float],
     *,
-    place: RankPlace,
     param_groups: Sequence[dict[str, Any]],
     is_bad: bool,
     update: Callable[[], tuple[float, str | None]],
@@ -148,13 +147,13 @@ def finish_step(
     norm: float = 0.0
     skipped: str | None
     # momentum and weight decay would move the weights although the gradient is zero
-    if reads_masks and not is_bad and num_trained_tokens(context.batch, step, place.dp_group) == 0:
+    if reads_masks and not is_bad and num_trained_tokens(context.batch, step, context.place.dp_group) == 0:
         skipped = NO_TRAINED_TOKENS
     else:
         norm, skipped = update()
         if skipped and not context.objective.skip_bad:
             raise NonFiniteGradients(skipped)
-    metrics |= {"grad_norm": norm, **rates, "global_batch_size": float(context.scale.num_rollouts)}
+    metrics |= {"grad_norm": norm, **rates, "global_batch_size": float(context.num_rollouts)}
     return StepResult(metrics, record.log_probs(), skipped)
 
 

@@ -35,7 +35,7 @@ from slime.backends.training.credit import add_credit, passes_needed
 from slime.backends.training.custom import CustomFunctions
 from slime.backends.training.damage import verify_source
 from slime.backends.training.data import MicroBatch, RankPlace, TrainBatch, forward_batch
-from slime.backends.training.loss import LossContext, LossScale, Objective, response_log_probs
+from slime.backends.training.loss import LossContext, Objective, response_log_probs
 from slime.backends.training.offload import BaseReference, DeviceMemory, WeightBackup
 from slime.backends.training.steps import (
     BadSteps,
@@ -398,7 +398,8 @@ class TrainerBase(ABC):
     def _run_steps(self, rollout_id: int, batch: TrainBatch) -> list[dict[str, float]]:
         metrics = []
         for step in range(batch.num_steps):
-            context = LossContext(self._objective, batch, LossScale.of(batch, step, self._place))
+            counts = batch.num_micro_batches(step), batch.num_rollouts(step)
+            context = LossContext(self._objective, batch, *counts, self._place)
             try:
                 result = self._step(rollout_id, step, context)
             except NonFiniteGradients as error:

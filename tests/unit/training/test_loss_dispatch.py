@@ -11,7 +11,8 @@ import torch
 
 from slime.algorithms.arguments import AlgorithmArgs
 from slime.backends.training.context_parallel import Sharding
-from slime.backends.training.loss import LossContext, LossScale, MicroBatchLoss, Objective, micro_batch_loss
+from slime.backends.training.data import RankPlace
+from slime.backends.training.loss import LossContext, MicroBatchLoss, Objective, micro_batch_loss
 from slime.batch.packing import pack
 
 VOCAB = 11
@@ -59,7 +60,9 @@ def per_token(seed: int) -> list[torch.Tensor]:
     return [torch.randn(n, generator=g) for n in RESPONSES]
 
 
-def run(settings: AlgorithmArgs, scale: LossScale, *, picked: bool = False, **kwargs: Any) -> MicroBatchLoss:
+def run(
+    settings: AlgorithmArgs, scale: tuple[int, int, RankPlace], *, picked: bool = False, **kwargs: Any
+) -> MicroBatchLoss:
     """All three samples in one micro-batch, random logits."""
     one = micro_batch([0, 1, 2])
     width = 1 if kwargs.get("is_critic") else VOCAB + 2  # two columns of padding
@@ -68,12 +71,12 @@ def run(settings: AlgorithmArgs, scale: LossScale, *, picked: bool = False, **kw
     columns = {"advantages": per_token(1), "values": per_token(2), "returns": per_token(4)}
     shown = logits[0, one.packed.response_rows] if picked else logits
     batch: Any = Batch(columns)
-    out = micro_batch_loss(shown, one, LossContext(Objective(settings, VOCAB, 0.5, **kwargs), batch, scale))
+    out = micro_batch_loss(shown, one, LossContext(Objective(settings, VOCAB, 0.5, **kwargs), batch, *scale))
     (gradient,) = torch.autograd.grad(out.loss, logits)
     return replace(out, log_probs=gradient)  # handed back in the place of the log-probs
 
 
-ALONE = LossScale(num_micro_batches=1, num_rollouts=1, data_parallel_size=1)
+ALONE = (1, 1, RankPlace(0, 1, None))  # micro-batches, rollouts
 
 
 def test_rows_picked_before_the_lm_head_give_the_same_loss_and_gradient() -> None:
@@ -85,7 +88,7 @@ def test_rows_picked_before_the_lm_head_give_the_same_loss_and_gradient() -> Non
 
 def test_the_loss_of_rollout_means_undoes_what_megatron_divides_by() -> None:
     plain = run(AlgorithmArgs(), ALONE)
-    scaled = run(AlgorithmArgs(), LossScale(4, 6, data_parallel_size=2, context_parallel_size=3))
+    scaled = run(AlgorithmArgs(), (4, 6, RankPlace(0, 2, None, cp_size=3)))
     torch.testing.assert_close(scaled.loss, plain.loss * (4 * 2 * 3 / 6))
     torch.testing.assert_close(scaled.log_probs, plain.log_probs * (4 * 2 * 3 / 6))
     assert scaled.num_tokens == 1
@@ -96,7 +99,7 @@ def test_the_loss_of_rollout_means_undoes_what_megatron_divides_by() -> None:
 def test_the_loss_per_token_hands_megatron_the_trained_tokens() -> None:
     settings = AlgorithmArgs(calculate_per_token_loss=True)
     plain = run(settings, ALONE)
-    scaled = run(settings, LossScale(4, 6, data_parallel_size=2, context_parallel_size=3))
+    scaled = run(settings, (4, 6, RankPlace(0, 2, None, cp_size=3)))
     torch.testing.assert_close(scaled.loss, plain.loss * 3)
     assert scaled.num_tokens == plain.num_tokens == 3
     assert scaled.num_tokens.dtype == torch.int32
@@ -129,8 +132,8 @@ def test_what_an_objective_lacks_is_named() -> None:
     logits = torch.zeros(1, one.packed.tokens.shape[1], VOCAB)
     objective = Objective(AlgorithmArgs(), VOCAB)
     with pytest.raises(ValueError, match="needs advantages: drop --disable-compute-advantages-and-returns"):
-        micro_batch_loss(logits, one, LossContext(objective, batch, ALONE))
+        micro_batch_loss(logits, one, LossContext(objective, batch, *ALONE))
     with pytest.raises(ValueError, match="the critic needs values and returns"):
-        micro_batch_loss(logits, one, LossContext(replace(objective, is_critic=True), batch, ALONE))
+        micro_batch_loss(logits, one, LossContext(replace(objective, is_critic=True), batch, *ALONE))
     assert Objective(AlgorithmArgs(loss_type="custom_loss"), VOCAB).needs_all_rows
     assert not objective.needs_all_rows

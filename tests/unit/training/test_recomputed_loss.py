@@ -10,11 +10,11 @@ import torch
 
 from slime.algorithms.arguments import AlgorithmArgs
 from slime.backends.training.custom import CustomFunctions
-from slime.backends.training.data import TrainBatch
-from slime.backends.training.loss import LossContext, LossScale, MicroBatchLoss, Objective, micro_batch_loss
+from slime.backends.training.data import RankPlace, TrainBatch
+from slime.backends.training.loss import LossContext, MicroBatchLoss, Objective, micro_batch_loss
 from tests.unit.megatron_utils.tiny_trainer import VOCAB, make_batch
 
-ALONE = LossScale(num_micro_batches=1, num_rollouts=8, data_parallel_size=1)
+ALONE = (1, 8, RankPlace(0, 1, None))  # micro-batches, rollouts
 
 
 def gradient_of(
@@ -32,7 +32,7 @@ def gradient_of(
     objective = Objective(
         settings, VOCAB, 0.7, custom=custom or CustomFunctions(), is_critic=is_critic, recompute=recompute
     )
-    loss = micro_batch_loss(logits, micro_batch, LossContext(objective, batch, ALONE))
+    loss = micro_batch_loss(logits, micro_batch, LossContext(objective, batch, *ALONE))
     (gradient,) = torch.autograd.grad(loss.loss, logits)
     return loss, gradient
 
