@@ -304,32 +304,22 @@ def _padding_plan(pieces: list[Piece], gathered_row: torch.Tensor | None, device
     return PaddingPlan(tuple(batches), source.to(device), target.to(device), is_real.to(device), key_source, is_packed)
 
 
-class _Pad(torch.autograd.Function):
-    """``x[source]``."""
+class _Move(torch.autograd.Function):
+    """``x[there]``. The gradient of padding is zero, so ``grad[back]`` is enough and no slow scatter-add is needed."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, plan: PaddingPlan) -> torch.Tensor:
-        ctx.plan = plan
-        return x.index_select(0, plan.source)
+    def forward(
+        ctx: Any, x: torch.Tensor, there: torch.Tensor, back: torch.Tensor, is_real: torch.Tensor | None
+    ) -> torch.Tensor:
+        ctx.back, ctx.is_real = back, is_real
+        return x.index_select(0, there)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        # the gradient of padding is zero, so a gather is enough and no slow scatter-add is needed
-        return grad.index_select(0, ctx.plan.target), None
-
-
-class _Unpad(torch.autograd.Function):
-    """``x[target]``. The gradient of padding is zero."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, plan: PaddingPlan) -> torch.Tensor:
-        ctx.plan = plan
-        return x.index_select(0, plan.target)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        padded = grad.index_select(0, ctx.plan.source)
-        return padded.masked_fill_(~ctx.plan.is_real[:, None, None], 0.0), None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        moved = grad.index_select(0, ctx.back)
+        if ctx.is_real is not None:
+            moved.masked_fill_(~ctx.is_real[:, None, None], 0.0)
+        return moved, None, None, None
 
 
 def _varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan, scale: float) -> torch.Tensor:
@@ -380,14 +370,14 @@ def _padded(
     padded = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     if plan.is_packed:
         return padded
-    unpadded: torch.Tensor = _Unpad.apply(padded, plan)  # type: ignore[no-untyped-call]
+    unpadded: torch.Tensor = _Move.apply(padded, plan.target, plan.source, plan.is_real)  # type: ignore[no-untyped-call]
     return unpadded
 
 
 def _pad(x: torch.Tensor, plan: PaddingPlan) -> torch.Tensor:
     if plan.is_packed:
         return x
-    padded: torch.Tensor = _Pad.apply(x, plan)  # type: ignore[no-untyped-call]
+    padded: torch.Tensor = _Move.apply(x, plan.source, plan.target, None)  # type: ignore[no-untyped-call]
     return padded
 
 

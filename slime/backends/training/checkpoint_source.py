@@ -77,7 +77,8 @@ def find_start(settings: CheckpointArgs, hf_checkpoint: str) -> Source:
                 "and resume later, give --save the same directory."
             )
         if not _lacks_actor(Path(settings.load)):
-            source = _inspect("--load", settings.load, "--ckpt-step", _step(settings.load, settings.ckpt_step))
+            step = _step(settings.load, settings.ckpt_step)
+            source = inspect_checkpoint("--load", settings.load, "--ckpt-step", step)
             if source is not None:
                 return source
             # A run that has saved there may also have written other files, such as its exports.
@@ -107,7 +108,7 @@ def _step(load: str, step: int | None) -> int | None:
     if step is not None or root.name != CRITIC or not (root.parent / TRACKER).is_file():
         return step
     # the critic is written first: its newest checkpoint may lack the actor's part
-    actor = _inspect("--load", str(root.parent), "--ckpt-step", None)
+    actor = inspect_checkpoint("--load", str(root.parent))
     if actor is None or what_is_torn(iteration_directory(root, actor.iteration)) is not None:
         return None
     return actor.iteration
@@ -121,7 +122,7 @@ def find_reference(settings: CheckpointArgs, hf_checkpoint: str) -> Source:
 
 
 def _existing(flag: str, directory: str, step_flag: str, step: int | None) -> Source:
-    source = _inspect(flag, directory, step_flag, step)
+    source = inspect_checkpoint(flag, directory, step_flag, step)
     if source is None:
         raise ConfigError(f"{flag} {directory} does not exist or holds no checkpoint.")
     return source
@@ -134,13 +135,12 @@ def find_teacher(load: str | None, step: int | None) -> Source | None:
     return _existing("--opd-teacher-load", load, "--opd-teacher-ckpt-step", step)
 
 
-def inspect_checkpoint(flag: str, path: str) -> Source | None:
-    """The latest checkpoint at ``path``, or ``path`` itself if it is one. None without a checkpoint."""
-    return _inspect(flag, path, "", None)
+def inspect_checkpoint(flag: str, path: str, step_flag: str = "", step: int | None = None) -> Source | None:
+    """The latest checkpoint at ``path``, or ``path`` itself if it is one. None without a checkpoint.
 
-
-def _inspect(flag: str, path: str, step_flag: str, step: int | None) -> Source | None:
-    """The checkpoint at ``path``. None if it holds none yet."""
+    Args:
+        step: the iteration to take instead of the latest, by ``step_flag``.
+    """
     root = Path(path)
     if root.is_file():
         raise ConfigError(f"{flag} {path} is a file: name the directory of a checkpoint.")

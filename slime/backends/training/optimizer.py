@@ -103,23 +103,13 @@ class RateSchedule:
         return self.min_lr + self._decay(step) * (self.max_lr - self.min_lr)
 
     def _decay(self, step: int) -> float:
-        """1 at the end of the warm-up, 0 at the end of the run."""
-        ratio = (step - self.lr_warmup_steps) / (self.lr_decay_steps - self.lr_warmup_steps)
-        match self.lr_decay_style:
-            case "linear":
-                return 1 - ratio
-            case "cosine":
-                return 0.5 * (math.cos(math.pi * ratio) + 1)
-            case "WSD":
-                return self._last_decay(step)
-            case other:
-                raise ValueError(f"--lr-decay-style {other} is not supported")
-
-    def _last_decay(self, step: int) -> float:
-        """Warm-up, stable, decay: 1 until the last ``wsd_decay_steps``."""
-        assert self.wsd_decay_steps is not None, "a rule asks for --lr-wsd-decay-iters"
-        ratio = max(0, step - (self.lr_decay_steps - self.wsd_decay_steps)) / self.wsd_decay_steps
-        match self.lr_wsd_decay_style:
+        """1 at the end of the warm-up, with WSD until the last ``wsd_decay_steps``. 0 at the end of the run."""
+        begin, style = self.lr_warmup_steps, self.lr_decay_style
+        if style == "WSD":
+            assert self.wsd_decay_steps is not None, "a rule asks for --lr-wsd-decay-iters"
+            begin, style = self.lr_decay_steps - self.wsd_decay_steps, self.lr_wsd_decay_style
+        ratio = max(0, step - begin) / (self.lr_decay_steps - begin)
+        match style:
             case "linear":
                 return 1 - ratio
             case "cosine":
@@ -129,7 +119,7 @@ class RateSchedule:
             case "minus_sqrt":
                 return 1 - math.sqrt(ratio)
             case other:
-                raise ValueError(f"--lr-wsd-decay-style {other} is not supported")
+                raise ValueError(f"the decay style {other} is not supported")
 
     def weight_decay(self, step: int) -> float:
         """The weight decay after ``step`` rollouts."""
