@@ -186,12 +186,12 @@ def tensorize(batch: RankBatch) -> RankBatch:
     out: RankBatch = {}
     for name, values in batch.items():
         spec = column(name)
+        dtype = getattr(torch, spec.dtype) if spec.dtype else None
         match spec.form:
             case "ragged":
-                dtype = getattr(torch, spec.dtype) if spec.dtype else None
                 out[name] = [_tensor(value, dtype) for value in values]
             case "vector":
-                out[name] = _tensor(values, getattr(torch, spec.dtype))
+                out[name] = _tensor(values, dtype)
             case "plain" | "fixed":
                 out[name] = values
             case _:

@@ -19,6 +19,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
+import httpx
+
 from slime.utils.async_utils import call_in_thread
 from slime.utils.errors import EngineError
 from slime.utils.http_utils import get
@@ -101,7 +103,8 @@ class DirectEngines:
         try:
             reply = await get(f"{self.router_url}/workers", timeout_s=_LIST_TIMEOUT_S)
         except EngineError as error:
-            if getattr(getattr(error.__cause__, "response", None), "status_code", None) != 404:
+            cause = error.__cause__
+            if not isinstance(cause, httpx.HTTPStatusError) or cause.response.status_code != 404:
                 raise
             self._urls = [self.router_url]  # an engine has no such route
         else:

@@ -156,11 +156,8 @@ def _nodes(layout: Layout, num_ranks: int, engines: list[EngineGroup], num_slots
     for node, first in enumerate(range(0, num_slots, per_node)):
         last = min(first + per_node, num_slots) - 1
         here = ranks[first : min(last + 1, num_ranks)]
-        coordinates = {
-            name: (min(getattr(rank, name) for rank in here), max(getattr(rank, name) for rank in here))
-            for name in ("tp", "cp", "dp", "pp", "ep")
-            if here
-        }
+        numbers = {name: [getattr(rank, name) for rank in here] for name in ("tp", "cp", "dp", "pp", "ep")}
+        coordinates = {name: (min(values), max(values)) for name, values in numbers.items() if here}
         nodes.append(
             NodePlan(
                 node=node,

@@ -22,7 +22,7 @@ from slime.backends.training.checkpoint_source import inspect_checkpoint
 from slime.config.groups import with_values
 from slime.observability.run_log import RUN_LOG
 from slime.ray.watch.failure_report import message_of
-from slime.utils.deadline import interruptible
+from slime.utils.deadline import Interrupted, interruptible
 from slime.utils.errors import ConfigError, ProcessDied, StartFailed
 
 logger = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ def exit_status(checkpoints: CheckpointArgs | None = None) -> Iterator[None]:
     except KeyboardInterrupt as interruption:
         goes_on = "" if checkpoints is None else _goes_on(checkpoints.save, checkpoints.load)
         print(f"interrupted: every process of the run was stopped.{goes_on}", file=sys.stderr)
-        raise SystemExit(getattr(interruption, "status", 130)) from None
+        raise SystemExit(interruption.status if isinstance(interruption, Interrupted) else 130) from None
     except Exception as error:  # any error of a user's function may come here. Bugs keep their traceback
         message = message_of(error)
         if message is None:
