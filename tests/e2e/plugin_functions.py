@@ -13,9 +13,21 @@ async def share_of_sevens(args, sample, **kwargs):
     return text.count("7") / max(1, len(text))
 
 
+def _is_held(args, sample):
+    """Whether a file ``hold`` holds the rollout of ``sample``: a test decides when it may end.
+
+    The file holds the rollout whose number is in it and later ones. Without a number it holds all.
+    """
+    try:
+        first = int((Path(args.output_dir) / "hold").read_text() or 0)
+    except FileNotFoundError:
+        return False
+    return sample.group_index >= first * args.rollout_batch_size
+
+
 async def share_of_sevens_unless_held(args, sample, **kwargs):
-    """Wait while the run's folder has a file ``hold``: a test decides when a rollout may end."""
-    while (Path(args.output_dir) / "hold").exists():
+    """Wait while the rollout is held."""
+    while _is_held(args, sample):
         await asyncio.sleep(0.05)
     return await share_of_sevens(args, sample, **kwargs)
 
@@ -27,14 +39,14 @@ def wait_before_a_step(args, rollout_id, *others):
 
 
 async def generate_while_held(args, sample, sampling_params):
-    """Generate again and again while the run's folder has a file ``hold``, unless two engines made the response."""
+    """Generate again and again while the rollout is held, unless two engines made the response."""
     from slime.rollout.failures import fresh_copy
     from slime.rollout.sglang_rollout import generate
 
     while True:
         made = await generate(args, fresh_copy(sample), dict(sampling_params))
         is_cut = made.status is made.Status.ABORTED
-        if is_cut or len(made.weight_versions) > 1 or not (Path(args.output_dir) / "hold").exists():
+        if is_cut or len(made.weight_versions) > 1 or not _is_held(args, sample):
             vars(sample).update(vars(made))
             return sample
 

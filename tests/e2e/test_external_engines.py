@@ -50,7 +50,8 @@ def run_flags(task: Any, directory: Path) -> list[Any]:
     return [
         *("--hf-checkpoint", task.model, "--prompt-data", task.train, "--label-key", "label"),
         *("--apply-chat-template", "--rollout-batch-size", 8, "--n-samples-per-prompt", 4, "--num-rollout", ROLLOUTS),
-        *("--rollout-max-response-len", 100, "--custom-rm-path", f"{PLUGINS}:share_of_sevens_unless_held", "--fp32"),
+        *("--rollout-max-response-len", 100, "--custom-rm-path", f"{PLUGINS}:share_of_sevens", "--fp32"),
+        *("--custom-generate-function-path", f"{PLUGINS}:generate_while_held"),
         *("--actor-num-gpus-per-node", 1, "--use-dynamic-batch-size", "--max-tokens-per-gpu", 4096, "--lr", "1e-3"),
         *("--check-weight-update-equal", "--output-dir", directory, "--experiment-name", "run"),
     ]
@@ -67,6 +68,8 @@ def test_engines_of_others_take_weights_are_waited_for_when_they_die_and_outlive
         *("--rollout-external-engine-addrs", *(f"127.0.0.1:{port}" for port in ports)),
         "--use-fault-tolerance",
     ]
+    hold = tmp_path / "hold"
+    hold.write_text("1")  # the second rollout goes on until the engine is back
     try:
         (info, _) = discover_external_engines([first.url, second.url])
         seen = ExternalEngine(0, info, 5.0)
@@ -75,8 +78,6 @@ def test_engines_of_others_take_weights_are_waited_for_when_they_die_and_outlive
             _, *urls = run.urls()
             assert urls == [first.url, second.url]
             run.wait(lambda: run.num_trained() >= 1 and is_generating(second.url))
-            hold = tmp_path / "hold"
-            hold.touch()  # the run must not end before the engine is back
             second.stop()
             run.wait(lambda: "engine 1: its process ended" in run.text())
             second = started(tiny_task, fork_server, tmp_path / "again.log", ports[1])

@@ -12,7 +12,7 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from tests.e2e.running import metrics, values
+from tests.e2e.running import PLUGINS, metrics, values
 from tests.e2e.test_fault_tolerance import flags_for, samples_of, seconds_to_recovery, versions_of
 from tests.e2e.watching import is_generating, read, running, scheduler_of, scheduler_on_second_node, server_of
 
@@ -56,8 +56,10 @@ def test_unequal_engines_on_two_nodes_learn_beside_a_model_that_keeps_its_weight
     engines.write_text(ENGINES)
     more = ("--rollout-num-gpus", 5, "--num-gpus-per-node", 1, "--sglang-config", engines)
     # The engine of two processes may be silent for seconds if others need the cores. A death is seen without a request.
-    more += ("--rollout-health-check-timeout", 30)
+    more += ("--rollout-health-check-timeout", 30, "--custom-generate-function-path", f"{PLUGINS}:generate_while_held")
     flags = flags_for(tiny_task, tmp_path, *more, reward="sevens_and_what_the_reference_says", num_rollout=ROLLOUTS)
+    hold = tmp_path / "hold"
+    hold.write_text("1")  # the second rollout goes on until all engines are back
     with running(flags, tmp_path) as run:
         router, first, second = run.urls()
         (ref,) = run.urls_of("ref")
@@ -65,8 +67,6 @@ def test_unequal_engines_on_two_nodes_learn_beside_a_model_that_keeps_its_weight
         assert read(f"{ref}/server_info")["context_length"] == 64
         assert read(f"{second}/server_info")["tp_size"] == 2
         run.wait(lambda: run.num_trained() >= 1 and is_generating(first) and is_generating(second))
-        hold = tmp_path / "hold"
-        hold.touch()  # the run must not end before all engines are back
         # all that make the rollout, one of them by a part on its second node: it waits until one serves
         for process in [server_of(ref), scheduler_of(first), scheduler_on_second_node(second)]:
             process.kill()
