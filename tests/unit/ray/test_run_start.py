@@ -46,6 +46,18 @@ def test_what_was_made_before_a_start_failed_is_ended_in_the_reverse_order(
     assert ended == list(STEPS[: STEPS.index(breaks)])[::-1]
 
 
+def test_the_folder_of_checkpoints_may_be_that_of_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def create_tracker(args: Any, *, is_new: bool) -> None:
+        assert is_new
+        raise DeadlineExceeded("reached")
+
+    monkeypatch.setattr(start, "create_tracker", create_tracker)
+    (tmp_path / "engines").mkdir()  # the log of the preloading process is there before the start
+    paths = {"save": str(tmp_path), "load": str(tmp_path), "hf_checkpoint": "model"}
+    with pytest.raises(DeadlineExceeded, match="reached"):
+        start.start_run(SimpleNamespace(**paths, start_rollout_id=None))  # type: ignore[arg-type]
+
+
 def test_slots_that_do_not_come_in_time_are_not_asked_for_any_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     removed: list[Any] = []
     group = SimpleNamespace(wait=lambda timeout_seconds: False)
