@@ -65,7 +65,7 @@ def root_proof(sync: SyncArgs, hf_checkpoint: str) -> RootProof | None:
     return RootProof(tensors, excuses="none" if is_strict else "layers" if is_cpu else "any")
 
 
-_RANKS_GRACE_S = 60.0  # the source must fail before the other ranks: only its error names the engine
+_RANKS_GRACE_S = 120.0  # the source must fail before the other ranks: only its error names the engine
 
 
 def weight_updater(args: Namespace, rank: int, world_size: int) -> Updater:

@@ -165,11 +165,10 @@ def join_group(
     del server  # not kept by the traceback
     if waiting.done():
         waiting.result()
-    error = forming.exception()
     raise DeadlineExceeded(
         f"gave up after at most {timeout_s:.0f} s waiting for the {world_size} members of process group "
-        f"{group_name!r} at {master_address}:{master_port}: {error}"
-    ) from error
+        f"{group_name!r} at {master_address}:{master_port}: {forming.exception()}"
+    ) from forming.exception()
 
 
 # The servers of the groups' stores: members may use a store as long as its group.

@@ -109,11 +109,14 @@ class DiskUpdater:
         root = None if update.proof is None else update.proof.begin(places_of(fleet.engines, (), self._ranks.rank))
         for _ in () if root is None else root.watch(trainer.export_weights(recipients=SOURCE)):
             pass  # a collective: all ranks export, although only the source hashes
-        if self._ranks.is_source:
+
+        def load() -> None:
             self._load(fleet, version, update, None if root is None else root.checksums())
             if not self._settings.keeps_files:
                 # after the load: until then an engine may still read an older version
                 self._store.prune(self._needed(version))
+
+        self._ranks.on_source(load)
         return num_bytes
 
     def disconnect(self) -> None:
@@ -156,10 +159,8 @@ class DiskUpdater:
 
     def _after_write(self, version: int, fleet: EngineFleet) -> None:
         """Call the user's function on every rank, before any engine loads the version."""
-        problem: Exception | None = None
-        post_write = self._settings.post_write
-        if post_write is not None:
-            problem = error_of(lambda: post_write(str(version_path(self._settings.root, version)), fleet))
+        post_write = self._settings.post_write or (lambda path, fleet: None)
+        problem = error_of(lambda: post_write(str(version_path(self._settings.root, version)), fleet))
         problems = self._ranks.agree(None if problem is None else f"{type(problem).__name__}: {problem}")
         if problem is not None:
             raise problem  # with the traceback of the user's function
@@ -167,10 +168,10 @@ class DiskUpdater:
             raise EngineError(f"--custom-update-weight-post-write-path: {'; '.join(dict.fromkeys(problems))}")
 
     def _bring(self, fleet: EngineFleet, version: int, trainer: WeightExporter, timeout_s: float) -> None:
-        """Update the copies of all engine hosts to ``version`` while engines still generate."""
         self._ranks.on_source(lambda: self._pull(fleet, version, timeout_s))
 
     def _pull(self, fleet: EngineFleet, version: int, timeout_s: float) -> None:
+        """Update the copies of all engine hosts to ``version`` while engines still generate."""
         root, local = str(self._settings.root), str(self._settings.local)
         fleet.start("pull_weights", source_dir=root, local_dir=local, version=version).wait(timeout_s)
 

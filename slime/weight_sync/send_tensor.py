@@ -25,6 +25,7 @@ import base64
 import io
 import os
 import pickle
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -153,8 +154,7 @@ def shareable(chunk: WeightChunk) -> torch.Tensor:
     if chunk.tensors[0][1].is_cuda:
         return chunk.flatten()
     # without the check a full /dev/shm ends the process with SIGBUS at the first write
-    free = _free_shared_memory()
-    if free is not None and free < chunk.num_bytes:
+    if os.path.isdir(_SHARED_MEMORY) and (free := shutil.disk_usage(_SHARED_MEMORY).free) < chunk.num_bytes:
         raise EngineError(
             f"{_SHARED_MEMORY} has {free} bytes left, a bucket of weights needs {chunk.num_bytes}: lower "
             "--update-weight-buffer-size, or give the container more shared memory (docker run --shm-size)."
@@ -250,12 +250,3 @@ def _sharing_by_name() -> Iterator[None]:
         yield
     finally:
         strategy.set_sharing_strategy(before)
-
-
-def _free_shared_memory() -> int | None:
-    """Free bytes of shared memory. None if unknown."""
-    try:
-        found = os.statvfs(_SHARED_MEMORY)
-    except OSError:
-        return None
-    return found.f_bavail * found.f_frsize

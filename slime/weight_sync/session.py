@@ -34,7 +34,7 @@ from slime.backends.protocols import (
     Recipients,
     WeightExporter,
 )
-from slime.utils.errors import EngineError, kept, undone
+from slime.utils.errors import EngineError, EngineSilent, kept, undone
 from slime.weight_sync.chunks import LEAST_BUCKET, Wants, WeightChunk, into_chunks
 from slime.weight_sync.root_hash import Checksums, RootHash, RootProof
 
@@ -123,11 +123,6 @@ class TrainerRanks:
         """Broadcast the source's ``value``."""
         return self.from_first(value, self._everyone())
 
-    def least(self, value: int) -> int:
-        """The smallest ``value`` of all ranks."""
-        values: list[int] = self.gather(value)
-        return min(values)
-
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks, in rank order."""
         import torch.distributed as dist
@@ -145,13 +140,13 @@ class TrainerRanks:
         Raises its error on the source, and an EngineError with the same message on the other ranks.
         """
         result, failure = _tried(work) if self.is_source else (None, None)
-        answers: list[tuple[T, str | None]] = [self.from_source((result, _text(failure)))]
+        answers: list[tuple[T, Exception | None]] = [self.from_source((result, _for_others(failure)))]
         return _results(answers, failure)[0]
 
     def on_each(self, work: Callable[[], T]) -> list[T]:
         """Run ``work`` on every rank. Returns the results in rank order, or raises as :meth:`on_source`."""
         result, failure = _tried(work)
-        return _results(self.gather((result, _text(failure))), failure)
+        return _results(self.gather((result, _for_others(failure))), failure)
 
     def to_source(self, value: Any) -> list[Any]:
         """The values of all ranks, in rank order, on the source. Empty on the others."""
@@ -193,13 +188,19 @@ def _tried(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
     return (results[0] if results else None), failure
 
 
-def _results(answers: Sequence[tuple[T, str | None]], failure: Exception | None) -> list[T]:
+def _results(answers: Sequence[tuple[T, Exception | None]], failure: Exception | None) -> list[T]:
     """The results in ``answers``. Raises the ``failure`` of this rank, or the first one of the others."""
-    if failure is not None:
-        raise failure
-    if problems := [problem for _, problem in answers if problem is not None]:
-        raise EngineError(problems[0])
+    for error in (failure, *(one for _, one in answers)):
+        if error is not None:
+            raise error
     return [result for result, _ in answers]
+
+
+def _for_others(failure: BaseException | None) -> Exception | None:
+    """The failure as other ranks raise it. The caller of all ranks gets the first one, and needs the silent engines."""
+    if isinstance(failure, EngineSilent):
+        return EngineSilent(message_of(failure), failure.urls)
+    return None if failure is None else EngineError(message_of(failure))
 
 
 ALONE = TrainerRanks(0, 1, timeout_s=60.0)
@@ -248,29 +249,31 @@ def push_weights(
         Bytes sent per engine. 0 on other ranks than the source.
 
     Raises:
-        EngineError: an engine refused, reports another version, or holds a tensor that differs. On the source for all
-            ranks, elsewhere for the rank's own failure.
+        EngineError: an engine refused, reports another version, or holds a tensor that differs. A failure of any rank
+            is raised on all: a rank that went on would wait for the others in its next collective.
         DeadlineExceeded: an engine did not answer in time.
     """
     if not ranks.is_source:
-        problems = ranks.agree(None)  # returns when the source has paused the engines, or has failed
-        if not problems:
-            _deliver(sender, weights, update, ranks, wants, root)
+        ranks.on_source(lambda: None)  # returns when the source has paused the engines
+        _deliver(sender, weights, update, ranks, wants, root)
+        _of_all(root, ranks)
+        ranks.on_source(lambda: None)  # returns when it has verified them
         return 0
-    has_started = False
+    is_awaited = True
     try:
         with paused(fleet, update):
             with _writable(fleet, update.timeout_s):
-                problems = ranks.agree(None)
-                has_started = True
-                assert not problems, "only the source can fail before anything is sent"
-                num_bytes, checksums = _deliver(sender, weights, update, ranks, wants, root)
+                ranks.on_source(lambda: None)
+                is_awaited = False
+                num_bytes = _deliver(sender, weights, update, ranks, wants, root)
+                is_awaited = True
+                checksums = _of_all(root, ranks)
             flush_and_verify(fleet, update, checksums)
     except BaseException as error:
-        # the other ranks wait in agree() for the signal to start: without this call they would hang
-        if not has_started:
-            ranks.agree(message_of(error))
+        if is_awaited:
+            ranks.from_source((None, _for_others(error)))
         raise
+    ranks.on_source(lambda: None)
     return num_bytes
 
 
@@ -295,10 +298,6 @@ def error_of(work: Callable[[], object]) -> Exception | None:
     return errors[0] if errors else None
 
 
-def _text(failure: Exception | None) -> str | None:
-    return None if failure is None else message_of(failure)
-
-
 def message_of(error: BaseException) -> str:
     """The message for other ranks, without a traceback that came from another process."""
     return str(getattr(error, "cause", None) or error)  # Ray's errors of tasks keep the original in ``cause``
@@ -311,8 +310,8 @@ def _deliver(
     ranks: TrainerRanks,
     wants: Wants | None,
     root: RootHash | None,
-) -> tuple[int, Checksums | None]:
-    """Send everything, on every rank. Returns (bytes, checksums of all ranks)."""
+) -> int:
+    """Send everything, on every rank. Returns the bytes. Raises on every rank if one could not send."""
     num_bytes = 0
     failure: Exception | None = None
     if root is not None:
@@ -323,24 +322,24 @@ def _deliver(
         if failure is None:
             failure = error_of(lambda: sender.send(chunk, update.version))  # noqa: B023 (called at once)
     failure = failure or error_of(sender.finish)
-    problems = ranks.agree(_text(failure))
+    problems = ranks.agree(None if failure is None else message_of(failure))
     if failure is not None:
         raise failure
-    if problems and ranks.is_source:
+    if problems:
         raise EngineError("; ".join(dict.fromkeys(problems)))
-    return num_bytes, None if root is None else _of_all(root, ranks)
+    return num_bytes
 
 
-def _of_all(root: RootHash, ranks: TrainerRanks) -> Checksums:
-    """The checksums of every rank, on the source. A collective."""
+def _of_all(root: RootHash | None, ranks: TrainerRanks) -> Checksums | None:
+    """The checksums of every rank, on the source, which raises the failure of any rank. A collective."""
+    if root is None:
+        return None
     found: dict[Place, Mapping[str, str]] = {}
-    failure = error_of(lambda: found.update(root.checksums()))  # the other ranks wait in to_source()
+    failure = error_of(lambda: found.update(root.checksums()))  # the source waits in to_source()
     # to the source only: the checksums of a large engine are megabytes of text
-    answers = ranks.to_source((found, _text(failure)))
-    if failure is not None:
-        raise failure
+    answers = ranks.to_source((found, None if failure is None else message_of(failure)))
     if problems := [problem for _, problem in answers if problem is not None]:
-        raise EngineError(f"the checksums of the weights could not be computed: {problems[0]}")
+        raise EngineError(f"the checksums of the weights could not be computed: {problems[0]}") from failure
     return {place: names for part, _ in answers for place, names in part.items()}
 
 

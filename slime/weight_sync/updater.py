@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 from slime.backends.protocols import EVERY_RANK, SOURCE, EngineFleet, EngineInfo, Recipients, WeightExporter
@@ -86,7 +87,7 @@ class WeightUpdater:
             senders = self._connected(fleet)
             if update.max_chunk_bytes is None:
                 # equal on all ranks: they gather the same buckets
-                size = self._ranks.least(bucket_bytes(accelerator.current().free_memory()))
+                size = min(self._ranks.gather(bucket_bytes(accelerator.current().free_memory())))
                 update = replace(update, max_chunk_bytes=size)
             assert update.max_chunk_bytes is not None
             weights = trainer.export_weights(update.max_chunk_bytes, self.recipients(fleet.engines))
@@ -164,21 +165,30 @@ class WeightUpdater:
 
 
 class Senders:
-    """Several senders as one: some engines receive through memory, others over the network."""
+    """Several senders as one: some engines receive through memory, others over the network.
+
+    After a failure of one sender the others go on: in a sender through memory, other ranks wait for this one.
+    """
 
     def __init__(self) -> None:
         self._senders: list[ChunkSender] = []
+        self._failures: dict[int, Exception] = {}
 
     def add(self, sender: ChunkSender) -> None:
         self._senders.append(sender)
 
     def send(self, chunk: WeightChunk, weight_version: str) -> None:
-        for sender in self._senders:
-            sender.send(chunk, weight_version)
+        self._each(lambda sender: sender.send(chunk, weight_version))
 
     def finish(self) -> None:
-        for sender in self._senders:
-            sender.finish()
+        self._each(lambda sender: sender.finish())
+        for failure in self._failures.values():
+            raise failure
+
+    def _each(self, work: Callable[[ChunkSender], None]) -> None:
+        for number, sender in enumerate(self._senders):
+            if number not in self._failures and (error := error_of(partial(work, sender))):
+                self._failures[number] = error
 
     def disconnect(self) -> None:
         for sender in self._senders:

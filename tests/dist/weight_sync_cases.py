@@ -14,15 +14,17 @@ import torch.distributed as dist
 from safetensors.numpy import save_file
 
 from slime.backends.protocols import EngineInfo, NamedTensor, Recipients
-from slime.utils.errors import EngineError
+from slime.utils.errors import EngineError, EngineSilent
 from slime.weight_sync import send_disk, send_tensor
+from slime.weight_sync import updater as updater_module
 from slime.weight_sync.local_checkpoint import pull
+from slime.weight_sync.root_hash import RootProof
 from slime.weight_sync.send_disk import DeltaUpdater, DiskSettings
 from slime.weight_sync.session import ALONE, TrainerRanks, WeightUpdate
 from slime.weight_sync.tensor_files import open_bytes, spans_of
 from slime.weight_sync.updater import WeightUpdater
 from slime.weight_sync.version_store import read_manifest
-from tests.unit.weight_sync.fakes import RecordingFleet, StubTrainer
+from tests.unit.weight_sync.fakes import RecordingFleet, RecordingSender, StubTrainer
 
 
 class Trainer:
@@ -52,7 +54,8 @@ def send_to_colocated(
     """Two updates. ``engines``: (first slot, devices) of each. Returns what this rank saw.
 
     Args:
-        fails: ``memory`` lets rank 1 find no shared memory once, ``engine`` lets the last engine refuse once.
+        fails: ``memory`` lets rank 1 find no shared memory once, ``engine`` lets the last engine refuse once. ``flush``
+            lets an engine not answer when all have sent. ``far`` lets an engine elsewhere refuse the first bucket.
     """
     dist.init_process_group("gloo")
     opened: list[tuple[str, int, dict[str, list[float]]]] = []
@@ -72,7 +75,10 @@ def send_to_colocated(
     infos = [
         EngineInfo(f"http://{first}", count, first_slot=first, expert_blocks=expert_blocks) for first, count in engines
     ]
+    if fails == "far":
+        infos.append(EngineInfo("http://far", 1))
     fleet = RecordingFleet(infos, update_weights_from_tensor=load, weight_version=lambda: version)
+    updater_module.DistributedSender = lambda fleet, **_: _Network(fleet)  # type: ignore[assignment, misc]
     shareable = send_tensor.shareable
 
     def scarce(chunk: Any) -> torch.Tensor:
@@ -85,12 +91,40 @@ def send_to_colocated(
     updater = WeightUpdater(ranks, address="127.0.0.1", shares_devices=True, timeout_s=600, changed_only=changed_only)
     trainer, errors = Trainer(rank, num_experts), []
     for version in ("1", "2"):
-        update = WeightUpdate(version, max_chunk_bytes=32, timeout_s=600)
+        is_failing = fails == "flush" and version == "1"
+        fleet.answers["flush_cache"] = EngineSilent("no answer", ["http://2"]) if is_failing else None
+        update = WeightUpdate(version, max_chunk_bytes=32, timeout_s=600, proof=_Proof(_Tensors()))
         try:
             updater.update(fleet, trainer, update)
         except EngineError as error:
-            errors.append(str(error))
+            errors.append(f"{type(error).__name__}: {error}")
     return {"opened": opened, "verbs": fleet.verbs, "errors": errors, "gathered": trainer.num_gathered}
+
+
+class _Tensors:
+    """Engines without a tensor that could be compared."""
+
+    def cuts(self, places: Any) -> Any:
+        return lambda name, tensor: ()
+
+    def digests(self, hashes: Any) -> list[list[str]]:
+        return []
+
+
+class _Proof(RootProof):
+    def verify(self, fleet: Any, version: str, expected: Any, timeout_s: float) -> None:
+        pass
+
+
+class _Network(RecordingSender):
+    """Reaches an engine that refuses the first version."""
+
+    def connect(self, address: str, port: int) -> None:
+        pass
+
+    def send(self, chunk: Any, weight_version: str) -> None:
+        if weight_version == "1":
+            raise EngineError("wrong shape")
 
 
 def send_deltas(rank: int, world_size: int, folder: str, encoding: Any, failing: int | None = None) -> dict[str, Any]:

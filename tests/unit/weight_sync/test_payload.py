@@ -100,7 +100,7 @@ def test_memory_is_given_back_with_the_last_reference():
 
 
 def test_too_little_shared_memory_is_an_error_with_its_fix(monkeypatch):
-    monkeypatch.setattr(send_tensor.os, "statvfs", lambda path: types.SimpleNamespace(f_bavail=1, f_frsize=100))
+    monkeypatch.setattr(send_tensor.shutil, "disk_usage", lambda path: types.SimpleNamespace(free=100))
     with pytest.raises(EngineError, match=r"has 100 bytes left.*--update-weight-buffer-size.*--shm-size"):
         send_tensor.shareable(_chunk())
 

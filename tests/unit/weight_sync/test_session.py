@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from slime.utils.errors import EngineError
+from slime.utils.errors import EngineError, EngineSilent
 from slime.weight_sync.chunks import WeightChunk, into_chunks
 from slime.weight_sync.session import TrainerRanks, WeightUpdate, load_files, push_weights
 from tests.unit.weight_sync.fakes import RecordingFleet, RecordingSender
@@ -122,30 +123,35 @@ def test_a_rank_that_failed_to_send_gathers_to_the_end_and_sends_no_more():
 class OtherRank(TrainerRanks):
     """A rank whose neighbor is made up: the test sets its answers."""
 
-    def __init__(self, rank: int, *said: str | None) -> None:
+    def __init__(self, rank: int, *said: Any) -> None:
         super().__init__(rank, 2, timeout_s=1.0)
         self.said = list(said)
 
     def agree(self, problem: str | None) -> list[str]:
         return [one for one in (problem, self.said.pop(0)) if one is not None]
 
+    def from_source(self, value: Any) -> Any:
+        return value if self.is_source else (None, self.said.pop(0))
+
 
 def test_what_another_rank_could_not_send_is_an_error_of_the_source_and_the_session_is_closed():
     fleet = RecordingFleet()
     with pytest.raises(EngineError, match="no memory"):
-        push_weights(fleet, RecordingSender(fleet), WEIGHTS, UPDATE, OtherRank(0, None, "no memory"))
+        push_weights(fleet, RecordingSender(fleet), WEIGHTS, UPDATE, OtherRank(0, "no memory"))
     assert fleet.verbs[-2:] == ["end_weight_update", "continue_generation"]
 
 
 def test_a_rank_that_is_not_the_source_only_sends():
     fleet = RecordingFleet()
-    assert push_weights(fleet, RecordingSender(fleet), WEIGHTS, UPDATE, OtherRank(1, None, None)) == 0
+    assert push_weights(fleet, RecordingSender(fleet), WEIGHTS, UPDATE, OtherRank(1, None, None, None)) == 0
     assert fleet.verbs == ["send", "finish"]
 
 
 def test_nothing_is_gathered_or_sent_when_the_source_could_not_begin():
     fleet = RecordingFleet()
-    push_weights(fleet, RecordingSender(fleet), iter([]), UPDATE, OtherRank(1, "engine a is gone"))
+    silent = EngineSilent("engine a is gone", ["http://a"])
+    with pytest.raises(EngineSilent, match="engine a is gone"):
+        push_weights(fleet, RecordingSender(fleet), iter([]), UPDATE, OtherRank(1, silent))
     assert fleet.verbs == []
 
 
