@@ -38,7 +38,7 @@ class Buffer:
 def play(engine, tiny_task, monkeypatch):
     """``play(*flags)`` gives a started manager whose engine answers every request with two tokens."""
     server = engine(lambda payload, number: (200, completion(payload, [5, 6], text=" 7" * (1 + number % 3))))
-    monkeypatch.setattr(manager_module.ray, "put", lambda value: value)
+    monkeypatch.setattr(manager_module, "boxed", lambda batches, transport: list(batches))
 
     def start(*flags):
         basis = ["--hf-checkpoint", tiny_task.model, "--prompt-data", tiny_task.train, "--label-key", "label"]
