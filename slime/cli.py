@@ -18,9 +18,9 @@ from argparse import Namespace
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import import_module
 from itertools import groupby
 from pathlib import Path, PurePath
+from pkgutil import resolve_name
 
 from slime.config.help_text import HINT, HelpFormatter, terminal_width
 from slime.utils.misc import as_float
@@ -139,9 +139,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     try:
         command, rest = _find(words)
-        module, _, function = command.run.partition(":")
         # Imported here: each command must start without the modules of the others.
-        return int(getattr(import_module(module), function)(rest) or 0)
+        return int(resolve_name(command.run)(rest) or 0)
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

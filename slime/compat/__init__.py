@@ -11,6 +11,7 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import pkgutil
 import sys
 from collections.abc import Sequence
 from types import ModuleType
@@ -152,10 +153,10 @@ class _AliasModule(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         # .get: the import system reads attributes such as __path__ before exec_module has set _origins
-        origin, _, attribute = self.__dict__.get("_origins", {}).get(name, "").partition(":")
-        if not origin:
+        origin = self.__dict__.get("_origins", {}).get(name)
+        if origin is None:
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(origin), attribute)
+        value = pkgutil.resolve_name(origin)
         setattr(self, name, value)  # the next access does not reach __getattr__
         return value
 

@@ -19,7 +19,7 @@ from typing import Any
 from slime.config.groups import from_args
 from slime.data.prompts import Dataset, Mixture, StreamingDataset, draw_rows
 from slime.data.sample import Sample, SampleGroup, as_groups, iter_samples
-from slime.hooks.load import can_be_called, load_function, parameter_names
+from slime.hooks.load import can_be_called, load_function, name_of, parameter_names
 from slime.rollout.base_types import complete_args
 from slime.rollout.failures import fresh_copy
 from slime.rollout.prompt_data import PromptData
@@ -367,7 +367,7 @@ def choose(
     Raises:
         DataError: more groups than asked for, or something that is not in the buffer.
     """
-    what = f"the buffer filter {getattr(function, '__qualname__', function)} (--buffer-filter-path)"
+    what = f"the buffer filter {name_of(function)} (--buffer-filter-path)"
     if has_samples:
         group_of = {id(sample): group for group in buffer for sample in iter_samples(group)}
         # The filter counts samples, so it may take all samples of ``count`` groups.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from slime.data.sample import Sample
-from slime.hooks.load import accepted_kwargs, load_function
+from slime.hooks.load import accepted_kwargs, load_function, name_of
 from slime.rollout.base_types import complete_args
 from slime.utils.async_utils import call_user
 
@@ -59,7 +59,7 @@ async def _apply(args: Any, value: Any, hooks: list[Any], kwargs: dict[str, Any]
         if result is None:
             continue
         if not isinstance(result, Sample):
-            name = getattr(hook, "__qualname__", hook)
-            raise TypeError(f"--rollout-sample-hook-path {name}: expected Sample or None, got {type(result).__name__}")
+            got = type(result).__name__
+            raise TypeError(f"--rollout-sample-hook-path {name_of(hook)}: expected Sample or None, got {got}")
         value = result
     return value

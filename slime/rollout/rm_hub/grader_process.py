@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib
 import json
 import logging
 import os
+import pkgutil
 import resource
 import select
 import signal
@@ -28,9 +28,9 @@ from pathlib import Path
 from typing import Any
 
 _GRADERS = {
-    "sympy": ("slime.rollout.rm_hub.math_utils", "compare_with_sympy"),
-    "math_verify": ("slime.rollout.rm_hub.rules", "compare_with_math_verify"),
-    "ifbench": ("slime.rollout.rm_hub.rules", "compute_ifbench_reward"),
+    "sympy": "slime.rollout.rm_hub.math_utils:compare_with_sympy",
+    "math_verify": "slime.rollout.rm_hub.rules:compare_with_math_verify",
+    "ifbench": "slime.rollout.rm_hub.rules:compute_ifbench_reward",
 }
 # Graded before the first fork, so that every fork has the libraries and their caches.
 _EXAMPLES: dict[str, list[Any]] = {
@@ -86,9 +86,8 @@ def _become_quiet() -> None:
 
 
 def _grader(name: str) -> Callable[..., Any]:
-    module, function = _GRADERS[name]
-    loaded: Callable[..., Any] = getattr(importlib.import_module(module), function)
-    return loaded
+    grader: Callable[..., Any] = pkgutil.resolve_name(_GRADERS[name])
+    return grader
 
 
 def _fork(
