@@ -1,6 +1,6 @@
 """Growth of memory, descriptors, threads and files over many rollouts of a tiny run: a table in docs/reliability.md.
 
-    python benchmarks/soak.py [--rollouts 1000] [--record FILE] [--write]
+    python benchmarks/soak.py [--rollouts 4000] [--record FILE] [--write]
 
 A run with one trainer rank and one engine is observed from outside every ten rollouts: for each of its processes the
 resident memory without shared pages, file descriptors and threads, and for the whole run bytes in /dev/shm, bytes that
@@ -220,7 +220,7 @@ def page_part(num_rollout: int, found: Mapping[str, Quantities]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rollouts", type=int, default=1000, help="number of rollouts")
+    parser.add_argument("--rollouts", type=int, default=4000, help="number of rollouts")
     parser.add_argument("--record", type=Path, default=ROOT / "outputs" / "soak.jsonl", help="file of observations")
     parser.add_argument("--write", action="store_true", help="write the table into docs/reliability.md")
     options = parser.parse_args()
