@@ -99,6 +99,9 @@ class Ref:
         actor = self.actor
         return SimpleNamespace(actor_id=lambda: SimpleNamespace(hex=lambda: "" if actor is None else actor.id))
 
+    def binary(self) -> bytes:
+        return b"%d" % self.number
+
     def __reduce__(self) -> Any:
         return _ref, (self.number,)
 
@@ -410,6 +413,6 @@ RAY = SimpleNamespace(
     cancel=lambda ref: None,
     is_initialized=lambda: True,
     get_runtime_context=_runtime_context,
-    ObjectRef=Ref,
+    ObjectRef=lambda name: _ref(int(name)),
     util=SimpleNamespace(get_node_ip_address=lambda: "host"),
 )

@@ -274,6 +274,7 @@ def installed() -> Iterator[None]:
 
 def _new_manager() -> None:
     """Reset the module state that belongs to the manager's process."""
+    from slime.ray import shards
     from slime.rollout import collect, fully_async_rollout
     from slime.rollout.base_types import Count
     from slime.rollout.sglang_rollout import GenerateState
@@ -284,6 +285,7 @@ def _new_manager() -> None:
     fully_async_rollout._global_worker = None
     Count._open.clear()
     collect._cut_before.clear()
+    shards._put.clear()
 
 
 def _new_driver() -> None:

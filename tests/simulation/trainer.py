@@ -80,6 +80,9 @@ class SimulatedRanks(TrainerRanks):
                 group.waiting.remove(here.current)
         return [found[rank] for rank in range(self.size)]
 
+    def from_source(self, value: Any) -> Any:
+        return self.gather(value)[0]
+
 
 class SimulatedTrainer:
     """Implements ``slime.backends.protocols.Trainer``. All ranks hold the samples of all ranks.
