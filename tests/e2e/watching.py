@@ -73,7 +73,7 @@ def running(flags: list[Any], output: Path, script: str = "train.py") -> Iterato
 
 def read(url: str) -> Any:
     try:
-        with urllib.request.urlopen(url, timeout=2) as reply:
+        with urllib.request.urlopen(url, timeout=60) as reply:
             return json.load(reply)
     except OSError:
         return None
