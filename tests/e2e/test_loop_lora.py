@@ -12,9 +12,9 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from slime.data.engine_fields import ADAPTER_NAME
-from tests.e2e.running import Finished, metrics, run_train, values
+from tests.e2e.running import PLUGINS, Finished, metrics, run_train, values
 from tests.e2e.test_loop import grpo_flags
-from tests.e2e.watching import read, running, server_of
+from tests.e2e.watching import is_generating, read, running, server_of
 
 ROLLOUTS = 5
 _LORA = ("--lora-rank", 8, "--lora-alpha", 32, "--lr", "1e-2", "--min-lr", "1e-2")
@@ -32,13 +32,17 @@ def flags_for(task: Any, output: Path, backend: str, *more: Any) -> list[Any]:
 
 def with_a_death(flags: list[Any], output: Path) -> Finished:
     """The run with ``flags``, whose only engine is killed when it serves an adapter that was trained."""
-    with running([*flags, "--use-fault-tolerance", "--rollout-health-check-interval", 1], output) as run:
+    flags += ["--custom-generate-function-path", f"{PLUGINS}:generate_while_held", "--use-fault-tolerance"]
+    hold = output / "hold"
+    hold.write_text("1")  # the second rollout goes on until the engine is back
+    with running([*flags, "--rollout-health-check-interval", 1], output) as run:
         _, engine = run.urls()
-        run.wait(lambda: run.num_trained() >= 1)
+        run.wait(lambda: run.num_trained() >= 1 and is_generating(engine))
         server_of(engine).kill()
         run.wait(lambda: "engine 0 serves again" in run.text())
         models = run.wait(lambda: read(f"{run.last_url(0)}/v1/models"))["data"]
         assert ADAPTER_NAME in [model["id"] for model in models], "it serves when it has base and adapter"
+        hold.unlink()
         return run.end()
 
 
