@@ -124,7 +124,7 @@ def interruptions(trial: Trial) -> Iterator[Finding]:
         engine.pause_generation("retract")
         try:
             waiting = pool.submit(trial.ask, [trial.golden.prompts[0]], max_new_tokens=1)
-            is_answered = _is_done(waiting)
+            is_answered = _is_done(waiting, _PAUSED_S)
         finally:
             engine.continue_generation()
         what, fix = "pause (retract)", "a paused engine must not generate: tokens of two versions would mix"
@@ -134,7 +134,7 @@ def interruptions(trial: Trial) -> Iterator[Finding]:
         yield fail(what, "the request still waits", "look into its log") if is_late else ok(what, "it is answered")
 
 
-def _is_done(future: Future[Any], seconds: float = _PAUSED_S) -> bool:
+def _is_done(future: Future[Any], seconds: float) -> bool:
     try:
         future.result(seconds)
     except TimeoutError:
