@@ -172,7 +172,7 @@ from datetime import timedelta
 from slime.utils import distributed_utils
 from slime.utils.deadline import Deadline, wait_until
 from slime.utils.distributed_utils import destroy_group, init_process_group
-where, limit = "tcp://127.0.0.1:" + sys.argv[1], timedelta(seconds=30)
+where, limit = "tcp://127.0.0.1:" + sys.argv[1], timedelta(seconds=600)
 group = init_process_group("gloo", where, timeout=limit, world_size=2, rank=1, group_name="plugin")
 total = torch.ones(1)
 dist.all_reduce(total, group=group)
@@ -189,7 +189,7 @@ def test_a_plugin_has_a_group_of_its_own_beside_the_default_one_which_is_gloo_al
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         assert get_gloo_group() is dist.group.WORLD
         where = f"tcp://127.0.0.1:{port}"
-        group = init_process_group(None, where, timedelta(seconds=30), world_size=2, rank=0, group_name="plugin")
+        group = init_process_group(None, where, timedelta(seconds=600), world_size=2, rank=0, group_name="plugin")
         total = torch.full((1,), 2.0)
         dist.all_reduce(total, group=group)
         assert total.item() == 3
