@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -30,6 +31,11 @@ def assert_all_compared(engine: SGLangEngine, proof: RootProof, blocks: int = 1)
     for number, held in ranks:
         weights = {name for name in held if ".rotary_emb." not in name}  # a table of positions has no weights
         assert weights == proof.compared(Place(number, len(ranks), blocks))
+
+
+def shared_files() -> set[Path]:
+    """Files in shared memory of this process, which sends."""
+    return set(Path("/dev/shm").glob(f"torch_{os.getpid()}_*"))
 
 
 class HostFleet(LocalFleet):

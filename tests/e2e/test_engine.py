@@ -375,7 +375,7 @@ def test_the_fork_server_survives_clients_that_vanish_or_keep_silent(tiny_task, 
 
 def test_the_router_learns_and_forgets_an_engine_whatever_the_proxy(engine, tmp_path, monkeypatch):
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
-    router = RouterProcess("127.0.0.1", None, request_timeout_s=5, log_path=tmp_path / "log")
+    router = RouterProcess("127.0.0.1", None, request_timeout_s=600, log_path=tmp_path / "log")
     try:
         router.wait_ready()
         engine.register(router.url)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import replace
@@ -29,7 +28,7 @@ from slime.weight_sync.send_adapter import AdapterUpdater
 from slime.weight_sync.send_disk import DiskSettings, DiskUpdater
 from slime.weight_sync.session import ALONE, WeightUpdate
 from slime.weight_sync.updater import WeightUpdater
-from tests.e2e.engines import LocalFleet, make_engine, proof_of
+from tests.e2e.engines import LocalFleet, make_engine, proof_of, shared_files
 
 pytestmark = pytest.mark.e2e
 
@@ -149,7 +148,7 @@ def sync(updater: AdapterUpdater, fleet: RecordingFleet, trainer: PeftTrainer, b
 
 
 def test_only_the_first_sync_sends_the_base_and_every_sync_is_proved(fleet, trainer, updater):
-    sizes = []
+    sizes, before = [], shared_files()
     for _ in range(3):
         trainer.step()
         fleet.verbs.clear()
@@ -162,7 +161,7 @@ def test_only_the_first_sync_sends_the_base_and_every_sync_is_proved(fleet, trai
     adapter = sum(value.nbytes for _, value in trainer.export_adapter())
     assert sizes[0] == base + adapter
     # one copy per host, which the ranks of the engine share and free with the adapter
-    held = [name for name in os.listdir("/dev/shm") if name.startswith(f"torch_{os.getpid()}_")]
+    held = shared_files() - before
     assert len(held) <= len(fleet.handles), held
     assert sizes[1] == sizes[2] == adapter
 

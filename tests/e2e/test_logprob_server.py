@@ -46,7 +46,7 @@ class LogProbServer:
 
     def call(self, path: str, body: Any = None) -> dict[str, Any]:
         data = None if body is None else json.dumps(body).encode()
-        with urllib.request.urlopen(urllib.request.Request(self.url + path, data), timeout=30) as response:
+        with urllib.request.urlopen(urllib.request.Request(self.url + path, data), timeout=600) as response:
             return json.load(response)
 
     def wait_ready(self) -> None:

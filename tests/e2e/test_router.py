@@ -22,7 +22,7 @@ FIXED = ["--host", "127.0.0.1", "--port", "1", "--prometheus-port", "2", "--requ
 
 
 def router(port: int | None, log: Path, *flags: str) -> RouterProcess:
-    return RouterProcess("127.0.0.1", port, request_timeout_s=5, log_path=log, flags=flags)
+    return RouterProcess("127.0.0.1", port, request_timeout_s=600, log_path=log, flags=flags)
 
 
 def test_the_router_answers_and_stops_and_can_be_used_by_others_meanwhile(tmp_path: Path):
@@ -101,7 +101,7 @@ class Worker:
 
 
 def test_a_router_of_prefill_and_decode_engines_learns_which_is_which(tmp_path: Path):
-    running = RouterProcess("127.0.0.1", None, request_timeout_s=5, log_path=tmp_path / "log", has_pd=True)
+    running = RouterProcess("127.0.0.1", None, request_timeout_s=600, log_path=tmp_path / "log", has_pd=True)
     workers = [Worker(), Worker()]
     try:
         running.wait_ready()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,7 +25,7 @@ from slime.weight_sync.chunks import WeightChunk
 from slime.weight_sync.send_disk import DeltaUpdater, DiskSettings, DiskUpdater
 from slime.weight_sync.session import ALONE, WeightUpdate, push_weights
 from slime.weight_sync.updater import WeightUpdater
-from tests.e2e.engines import HostFleet, LocalFleet, assert_all_compared, make_engine, proof_of
+from tests.e2e.engines import HostFleet, LocalFleet, assert_all_compared, make_engine, proof_of, shared_files
 from tests.e2e.moe_model import make_moe_model
 from tests.e2e.test_engine import generate, model_of, worst_difference
 
@@ -112,11 +111,6 @@ def test_broadcasts_arrive_bit_for_bit(engine, tiny_task, monkeypatch, small_byt
     assert update.proof is not None
     assert_all_compared(engine, update.proof)
     assert engine.weight_version() == "2"
-
-
-def shared_files() -> list[str]:
-    """Files in shared memory of this process, which sends."""
-    return sorted(path.name for path in Path("/dev/shm").glob(f"torch_{os.getpid()}_*"))
 
 
 @pytest.mark.parametrize("encoding", [None, "xor", "overwrite"])
