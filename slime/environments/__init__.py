@@ -184,7 +184,7 @@ class Rows:
         return self._tasks[index]
 
     def read(self, row: dict[str, Any]) -> Task:
-        """The task of a row. Any field that is missing may raise its KeyError."""
+        """The task of a row. A missing or wrong field may raise any of Python's lookup, type and value errors."""
         prompt = row["prompt"]
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         return Task(messages, str(row["label"]), right_replies(row.get("good")))
@@ -313,11 +313,9 @@ async def _called(
         arguments = json.loads(function["arguments"] or "{}")
     except json.JSONDecodeError as error:
         return f"the arguments are not JSON: {error}"
-    return (
-        await call(function["name"], arguments)
-        if isinstance(arguments, dict)
-        else "the arguments are not a JSON object"
-    )
+    if not isinstance(arguments, dict):
+        return "the arguments are not a JSON object"
+    return await call(function["name"], arguments)
 
 
 def as_tool(name: str, description: str | None, parameters: dict[str, Any]) -> Message:
