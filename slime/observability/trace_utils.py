@@ -28,10 +28,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.data.sample import Sample
-from slime.observability.trace_events import TRACE_CHILDREN_KEY, build_sglang_meta_trace_attrs
+from slime.observability.trace_events import (
+    SGLANG_PD_DECODE_SEGMENTS,
+    SGLANG_PD_PREFILL_SEGMENTS,
+    SGLANG_PD_SUMMARY_KEYS,
+    SGLANG_TRACE_META_KEYS,
+    TRACE_CHILDREN_KEY,
+    build_sglang_meta_trace_attrs,
+)
 from slime.utils.errors import reported
 
 __all__ = [
+    "SGLANG_PD_DECODE_SEGMENTS",
+    "SGLANG_PD_PREFILL_SEGMENTS",
+    "SGLANG_PD_SUMMARY_KEYS",
+    "SGLANG_TRACE_META_KEYS",
     "TRACE_CHILDREN_KEY",
     "TRACE_VERSION",
     "TraceHandle",

@@ -16,7 +16,7 @@ from tests.architecture.sources import ROOT, Module, modules
 # Name of a measure -> today's number. Measures in LEAST must not fall below it, all others must not exceed it.
 LIMITS: dict[str, float] = {
     "files": 385,
-    "lines": 76480,
+    "lines": 76489,
     "small files, %": 17.66,
     "functions that take args, %": 4.23,
     "writes to args": 0,

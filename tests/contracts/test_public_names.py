@@ -62,7 +62,8 @@ slime.observability.metric_utils: compute_rollout_step
 slime.observability.rollout_data_utils: load_debug_rollout_data save_debug_rollout_data
     validate_rollout_routed_experts_for_replay
 slime.observability.rollout_metrics: _compute_top_p_kept_vocab_metrics
-slime.observability.trace_utils: TRACE_CHILDREN_KEY build_sglang_meta_trace_attrs trace_function trace_span
+slime.observability.trace_utils: SGLANG_PD_DECODE_SEGMENTS SGLANG_PD_PREFILL_SEGMENTS SGLANG_PD_SUMMARY_KEYS
+    SGLANG_TRACE_META_KEYS TRACE_CHILDREN_KEY build_sglang_meta_trace_attrs trace_function trace_span
 slime.observability.train_data_utils: save_debug_train_data
 slime.ray.buffer: Buffer
 slime.ray.placement_group: create_placement_groups
