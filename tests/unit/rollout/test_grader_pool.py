@@ -111,7 +111,8 @@ def test_answers_without_a_grade_are_counted():
 
 
 def test_an_answer_that_wants_too_much_memory_counts_as_wrong(fresh_pool: None):
-    assert grade_math_verify("$7$", "7") == 1.0
+    # Each answer goes to the process that has been free for longest, so all have set their limits after this.
+    assert all(grade_math_verify("$7$", "7") == 1.0 for _ in range(grader_pool._num_processes()))
     for fork in pool_processes()[1:]:
         assert 2 * 2**30 < fork.rlimit(psutil.RLIMIT_AS)[0] < fork.memory_info().vms + 2 * 2**30 + 2**22
         allowed = fork.memory_info().vms + 2**22
