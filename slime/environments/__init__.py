@@ -13,10 +13,10 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from openai import AsyncOpenAI
 
@@ -190,6 +190,25 @@ class Rows:
         return Task(messages, str(row["label"]), right_replies(row.get("good")))
 
 
+@dataclass(frozen=True)
+class Step:
+    """What follows a call of a tool, or a reply.
+
+    Attributes:
+        text: for the model.
+        reward: of this step.
+        is_last: the environment has ended the episode.
+    """
+
+    text: str
+    reward: float = 0.0
+    is_last: bool = False
+
+
+Call = Callable[[str, dict[str, Any]], Awaitable[str | Step]]
+"""Runs one tool, with its name and arguments, and returns the text for the model or a step."""
+
+
 @dataclass(kw_only=True)
 class Served:
     """Options of the environments of a server.
@@ -203,6 +222,58 @@ class Served:
     max_turns: int = 8
     call_timeout: float = 300.0
     reward_range: tuple[float, float] = (0.0, 1.0)
+
+
+@dataclass(kw_only=True)
+class Stepped(Served):
+    """Environments with observations and actions, to inherit from. Task ``i`` is the episode of seed ``i``.
+
+    Args:
+        action: field of an action that holds the reply of the policy. Without it the policy has tools.
+        observation: field of an observation that the policy reads. Default: all fields, as JSON.
+        answer: field of the state after a reset with the right reply or a list, one per turn, for ``slime doctor env``.
+        size: number of tasks.
+
+    Attributes:
+        hidden: fields of observations that are not for the policy.
+    """
+
+    action: str = ""
+    observation: str = ""
+    answer: str = ""
+    size: int = 1000
+    hidden: ClassVar[frozenset[str]] = frozenset()
+
+    def first(self, seed: int) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+        """The first observation and the state of an episode. Not called by the event loop of an episode."""
+        raise NotImplementedError(f"{type(self).__name__} has no method first")
+
+    def begun(self, seed: int) -> AbstractAsyncContextManager[tuple[Sequence[Message], Call]]:
+        """An episode after its reset: the tools, and the function ``call`` of :func:`converse`.
+
+        With ``action``, ``call`` gets an action of that field, and no name.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no method begun")
+
+    def seen(self, observation: Mapping[str, Any]) -> str:
+        """The text of an observation for the policy."""
+        fields = {name: value for name, value in observation.items() if name not in self.hidden}
+        field = chosen(f"{self}: observation", fields, self.observation)
+        return str(field) if self.observation else json.dumps(fields)
+
+    def __len__(self) -> int:
+        return self.size
+
+    def task(self, index: int) -> Task:
+        observation, state = self.first(index)
+        known = right_replies(chosen(f"{self}: answer (of the state)", state, self.answer))
+        prompt: list[Message] = [{"role": "user", "content": self.seen(observation)}]
+        return Task(prompt, str(known[-1]) if known else None, known, index)
+
+    async def play(self, task: Task, model: Model) -> float:
+        async with self.begun(task.data) as (tools, call):
+            say = (lambda text: call("", {self.action: text})) if self.action else None
+            return (await converse(model, task.prompt, tools, call, max_turns=self.max_turns, say=say)).reward
 
 
 def right_replies(known: Any) -> tuple[str | Message, ...] | None:
@@ -229,21 +300,6 @@ def same_text(text: str, label: str) -> bool:
     return text.strip() == label.strip()
 
 
-@dataclass(frozen=True)
-class Step:
-    """What follows a call of a tool, or a reply.
-
-    Attributes:
-        text: for the model.
-        reward: of this step.
-        is_last: the environment has ended the episode.
-    """
-
-    text: str
-    reward: float = 0.0
-    is_last: bool = False
-
-
 @dataclass
 class Episode:
     """An episode that has ended.
@@ -263,7 +319,7 @@ async def converse(
     model: Model,
     prompt: Sequence[Message],
     tools: Sequence[Message],
-    call: Callable[[str, dict[str, Any]], Awaitable[str | Step]],
+    call: Call,
     *,
     max_turns: int,
     say: Callable[[str], Awaitable[str | Step]] | None = None,
@@ -273,7 +329,7 @@ async def converse(
     A call of an unknown tool, or with arguments that are not an object, is answered with its error.
 
     Args:
-        call: runs one tool, with its name and arguments, and returns the text for the model or a step.
+        call: runs one tool.
         say: answers a reply without a call with the next message of the user, so that such a reply does not end it.
     """
     episode = Episode(list(prompt))
@@ -303,9 +359,7 @@ async def converse(
     return episode
 
 
-async def _called(
-    function: dict[str, Any], tools: Sequence[Message], call: Callable[[str, dict[str, Any]], Awaitable[str | Step]]
-) -> str | Step:
+async def _called(function: dict[str, Any], tools: Sequence[Message], call: Call) -> str | Step:
     offered = [str(tool.get("function", tool).get("name")) for tool in tools]
     if function["name"] not in offered:
         return f"there is no such tool; the tools are {', '.join(offered)}"

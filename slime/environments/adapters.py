@@ -1,6 +1,6 @@
 """Environments of other packages. A class is loaded by its name in ``slime.environments.ADAPTERS``.
 
-An adapter has at most 40 lines of code (OpenEnv: 53). It imports its package lazily, after the table's check.
+An adapter has at most 40 lines of code. It imports its package lazily, after the table's check.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ from slime.agent.adapters.openai import chat_of_request, response_of_chat
 from slime.agent.docker_sandbox import built_image
 from slime.agent.sandbox import exec_and_wait, write_folder
 from slime.environments import (
+    Call,
     Message,
     Model,
     Rows,
     Served,
     Step,
+    Stepped,
     Task,
     as_tool,
     chosen,
@@ -186,71 +188,52 @@ class McpTools(Served, Rows):
 
 
 @dataclass
-class OpenEnv(Served):
-    """An environment of an OpenEnv server: ``openenv:http://HOST:PORT``. Task ``i`` is the episode of seed ``i``.
+class OpenEnv(Stepped):
+    """An environment of an OpenEnv server: ``openenv:http://HOST:PORT``.
+
+    Without ``action`` the policy has the tools of an MCP environment, else one tool ``step`` with the action's fields.
 
     Args:
         url: address of the server, which must serve as many sessions as episodes run at once.
-        action: field of the environment's action that holds the reply of the policy. Without it the policy has tools:
-            those of an MCP environment, else one tool ``step`` with the fields of the action.
-        observation: field of the observation that the policy reads. Default: all fields, as JSON.
-        answer: field of the state after a reset with the right reply or a list, one per turn, for ``slime doctor env``.
-        size: number of tasks.
     """
 
     url: str
-    action: str = ""
-    observation: str = ""
-    answer: str = ""
-    size: int = 1000
+    hidden = frozenset({"metadata"})
 
     def __post_init__(self) -> None:
         errors = httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError
         with server_errors(f"openenv:{self.url}: this address is not an OpenEnv server", *errors):
             answer = httpx.get(f"{self.url.rstrip('/')}/schema", timeout=self.call_timeout).raise_for_status()
-            schema = answer.json()["action"]
-            schema["properties"].pop("metadata", None)  # every action has it
-        chosen(f"openenv:{self.url}: action", schema["properties"], self.action)
-        self._is_mcp = schema["title"] == "CallToolAction" and not self.action
-        self._tools = [] if self.action else [as_tool("step", "", schema)]
+            self._schema = answer.json()["action"]
+            self._schema["properties"].pop("metadata", None)  # every action has it
+        chosen(f"openenv:{self.url}: action", self._schema["properties"], self.action)
+        self._is_mcp = self._schema["title"] == "CallToolAction" and not self.action
 
-    def __len__(self) -> int:
-        return self.size
-
-    def task(self, index: int) -> Task:
+    def first(self, seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
         with self._errors(), self._client().sync() as session:
-            prompt, state = self._seen(session.reset(seed=index)), session.state()
-        known = right_replies(chosen(f"openenv:{self.url}: answer (of the state)", state, self.answer))
-        return Task([{"role": "user", "content": prompt}], str(known[-1]) if known else None, known, index)
+            return session.reset(seed=seed).observation, session.state()
 
-    async def play(self, task: Task, model: Model) -> float:
+    @asynccontextmanager
+    async def begun(self, seed: int) -> AsyncIterator[tuple[Sequence[Message], Call]]:
         with self._errors():
             async with self._client() as session:
 
-                async def step(name: str, arguments: dict[str, Any]) -> Step | str:
-                    call = {"type": "call_tool", "tool_name": name, "arguments": arguments}
+                async def call(name: str, arguments: dict[str, Any]) -> Step | str:
+                    mcp = {"type": "call_tool", "tool_name": name, "arguments": arguments}
                     try:
-                        result = await session.step(call if self._is_mcp else arguments)
+                        result = await session.step(mcp if self._is_mcp else arguments)
                     except RuntimeError as error:
                         if "(code: VALIDATION_ERROR)" not in str(error):  # the client has no class per error
                             raise
                         return "the action does not have the fields of the environment's actions"
-                    return Step(self._seen(result), result.reward or 0.0, result.done)
+                    return Step(self.seen(result.observation), result.reward or 0.0, result.done)
 
-                await session.reset(seed=task.data)
-                tools = self._tools
+                await session.reset(seed=seed)
+                tools = [] if self.action else [as_tool("step", "", self._schema)]
                 if self._is_mcp:
                     offered = (await session.step({"type": "list_tools"})).observation["tools"]
                     tools = [as_tool(tool["name"], tool["description"], tool["input_schema"]) for tool in offered]
-                say = (lambda text: step("", {self.action: text})) if self.action else None
-                episode = await converse(model, task.prompt, tools, step, max_turns=self.max_turns, say=say)
-        return episode.reward
-
-    def _seen(self, result: Any) -> str:
-        """The text of an observation."""
-        seen = {name: value for name, value in result.observation.items() if name != "metadata"}
-        field = chosen(f"openenv:{self.url}: observation", seen, self.observation)
-        return str(field) if self.observation else json.dumps(seen)
+                yield tools, call
 
     def _client(self) -> Any:
         from openenv.core.generic_client import GenericEnvClient

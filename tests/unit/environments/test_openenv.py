@@ -134,7 +134,9 @@ def test_tasks_of_a_server_that_fails_or_has_no_such_answer_are_an_error(
 ) -> None:
     place = ["--output", str(tmp_path / "rows.jsonl")]
     assert main(["tasks", counting, "--options", '{"answer": "solution"}', *place]) == 2
-    assert f"error: {counting}: answer (of the state): 'solution' is not one of its fields " in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "answer (of the state): 'solution' is not one of its fields " in told
+    assert f"url='{counting.removeprefix('openenv:')}'" in told
     with serving(create_fastapi_app(Unready, Reply, Told, 8)) as (url, _):
         assert main(["tasks", f"openenv:{url}", *place]) == 2
     assert f"error: OpenEnv server {url}: Server error: the disk is full" in capsys.readouterr().err
