@@ -12,6 +12,7 @@ import threading
 import time
 from pathlib import Path
 from subprocess import Popen
+from time import monotonic, sleep  # a test may replace those of the module
 
 __all__ = ["Limit", "unloaded_time", "wait_for_exit"]
 
@@ -49,7 +50,7 @@ def wait_for_exit(process: Popen[bytes] | Popen[str], seconds: float) -> int | N
     """Exit status of ``process``, or None if it still runs after ``seconds`` of an otherwise idle machine."""
     limit = Limit(seconds)
     while (status := process.poll()) is None and not limit.is_over:
-        time.sleep(0.02)
+        sleep(0.02)
     return status
 
 
@@ -62,11 +63,11 @@ class _Clock:
         threading.Thread(target=self._run, daemon=True, name="unloaded clock").start()
 
     def _run(self) -> None:
-        before = time.monotonic()
+        before = monotonic()
         while True:
-            time.sleep(_SAMPLE_S)
+            sleep(_SAMPLE_S)
             runnable = int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0]) - 1  # this thread
-            now = time.monotonic()
+            now = monotonic()
             self.now += (now - before) / (self._slowness * max(1.0, runnable / self._cores))
             before = now
 

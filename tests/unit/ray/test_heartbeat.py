@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -51,7 +52,7 @@ def test_a_heartbeat_holds_the_work_of_its_process(tmp_path, monkeypatch):
         (tmp_path / "weights").read_bytes()
 
     monkeypatch.setattr(heartbeat, "_internal_kv_put", put)
-    monkeypatch.setattr(heartbeat.time, "sleep", rest)
+    monkeypatch.setattr(heartbeat, "time", SimpleNamespace(sleep=rest))  # other threads of this process sleep too
     with pytest.raises(StopIteration):
         heartbeat._send_heartbeats("a", 2.0)
     (number, cpu_s, num_bytes), (second, later_s, later_bytes) = (map(float, text.split()) for text in sent)
@@ -77,7 +78,7 @@ class World:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, silence_s: float = 10.0) -> None:
         self.now, self.beat, self.usage, self.is_killed = 100.0, b"0", Usage("sleeping", 5.0), False
         process = ProcessInfo("trainer rank 1", 7, "here", 1.0, "", "", "actor", "node", silence_s)
-        monkeypatch.setattr(heartbeat.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(heartbeat, "time", SimpleNamespace(monotonic=lambda: self.now))
         monkeypatch.setattr(heartbeat, "processes_of", lambda refs: [process])
         monkeypatch.setattr(heartbeat, "last_heartbeat", lambda process: self.read())
         monkeypatch.setattr(heartbeat, "_on_node_of", self.ask)
