@@ -14,11 +14,15 @@ _NAP_MS = 20
 
 
 def register() -> None:
-    """Install the hooks on a CPU. Does nothing on a GPU."""
-    if not accelerator.current().is_cpu:
-        return
+    """Install the hooks of this device. All but one are for a CPU."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    if not accelerator.current().is_cpu:
+        # Every weight sync flushes the caches, and SGLang 0.5.23 forgets its n-grams then.
+        HookRegistry.register(
+            "sglang.srt.speculative.cpp_ngram.ngram_corpus.NgramCorpus.reset", keep_drafts, HookType.AROUND
+        )
+        return
     # A paused scheduler polls without sleeping, --sleep-on-idle or not, and takes a core from the trainer that is
     # about to send weights. SGLang 0.5.23; delete when the idle sleeper covers the paused state.
     HookRegistry.register(
@@ -32,6 +36,18 @@ def register() -> None:
     HookRegistry.register("sglang.srt.lora.lora_manager.LoRAManager.__init__", _use_ordinary_memory, HookType.BEFORE)
     # SHA-256 of all weights would take most of the time of a sync
     HookRegistry.register("sglang.srt.utils.weight_checker._hash_tensor", _checksum, HookType.REPLACE)
+
+
+def keep_drafts(reset: Callable[[Any], None], corpus: Any) -> None:
+    """Keep the n-grams of responses of older weights as drafts: each draft is verified by the current weights.
+
+    With deterministic inference they are forgotten. There the tokens of a seed depend on the drafts, and an engine of a
+    resumed run has none.
+    """
+    from sglang.srt.runtime_context import get_exec
+
+    if get_exec().deterministic.enable_deterministic_inference:
+        reset(corpus)
 
 
 def _create_memory_saver(original: Callable[..., Any], enable: bool) -> Any:
