@@ -69,6 +69,24 @@ def test_installing_too_late_is_an_error() -> None:
     assert "megatron.core was imported before the CPU rewriting" in _python(code).stderr
 
 
+def test_a_package_that_has_replaced_the_loader_of_source_files_does_not_prevent_the_rewriting() -> None:
+    """As beartype does, which fastmcp imports, and with it OpenEnv."""
+    code = (
+        "import sys\n"
+        "from importlib.machinery import EXTENSION_SUFFIXES, SOURCE_SUFFIXES, ExtensionFileLoader, FileFinder\n"
+        "from slime.backends.megatron_utils.patches import cpu_import\n"
+        "class Other(cpu_import.importlib.machinery.SourceFileLoader): pass\n"
+        "loaders = (ExtensionFileLoader, EXTENSION_SUFFIXES), (Other, SOURCE_SUFFIXES)\n"
+        "sys.path_hooks.insert(0, FileFinder.path_hook(*loaders))\n"
+        "sys.path_importer_cache.clear()\n"
+        "cpu_import.install()\n"
+        "import megatron.core.jit as other\n"
+        "assert type(other.__loader__) is cpu_import._Loader, other.__loader__\n"
+    )
+    result = _python(code)
+    assert result.returncode == 0, result.stderr
+
+
 def test_an_import_without_a_writable_cache_and_without_heavy_packages_works(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")  # a file instead of a directory: fails for root as well

@@ -247,7 +247,8 @@ class _Finder(importlib.abc.MetaPathFinder):
         if not fullname.startswith("megatron.core"):
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path)
-        if spec is not None and type(spec.loader) is importlib.machinery.SourceFileLoader:  # not extension modules
+        # not extension modules. beartype and other packages replace the loader by a subclass
+        if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
             spec.loader = _Loader(spec.loader.name, spec.loader.path, self._cache)
         return spec
 
