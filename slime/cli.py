@@ -23,6 +23,7 @@ from pathlib import Path, PurePath
 from pkgutil import resolve_name
 
 from slime.config.help_text import HINT, HelpFormatter, terminal_width
+from slime.utils.errors import SlimeError
 from slime.utils.misc import as_float
 
 DEVICE_MEMORY_GIB = 80.0
@@ -33,7 +34,7 @@ _DRIVER_COMMANDS = {"train": False, "train-async": True}
 _COLUMN = 18
 
 
-class UsageError(Exception):
+class UsageError(SlimeError):
     """The words after ``slime`` are not a command. The text is the reason."""
 
 
@@ -52,18 +53,16 @@ class Command:
     summary: str
 
 
-_HERE = "slime.cli"
+_HERE, _ENV = "slime.cli", "slime.doctor.environment_command"
 
 COMMANDS = (
     Command("Run", "train", "slime.ray.run.main:main", "generate, train, send the new weights, and again"),
     Command("Run", "train-async", "slime.ray.run.main:main_async", "the same, and generate while the trainer works"),
     Command("Before a run", "new", "slime.new:new", "write the folder of a task that runs, to change it"),
-    Command(
-        "Before a run", "tasks", "slime.environments.command:tasks", "write tasks of an environment as prompt data"
-    ),
+    Command("Before a run", "tasks", f"{_ENV}:tasks", "write tasks of an environment as prompt data"),
     Command("Before a run", "plan", f"{_HERE}:plan", "print batches, processes, memory and files of a train command"),
     Command("Before a run", "doctor", f"{_HERE}:_doctor", "check this machine, and whether it can run a train command"),
-    Command("Before a run", "doctor env", "slime.doctor.environment_command:env", "test an environment and its grader"),
+    Command("Before a run", "doctor env", f"{_ENV}:env", "test an environment and its grader"),
     Command("Before a run", "doctor --gpu", "slime.doctor.gpu_check:gpu_check", "measure this GPU before a long job"),
     Command(
         "Before a run",
@@ -127,7 +126,7 @@ def quiet_if_unread() -> Iterator[None]:
 
 @quiet_if_unread()
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``slime <command>``. Returns the exit status."""
+    """Run ``slime <command>``. Returns the exit status: 2, with the message, for errors that explain themselves."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("help", "-h", "--help"):
         print(help_text())
@@ -141,7 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         command, rest = _find(words)
         # Imported here: each command must start without the modules of the others.
         return int(resolve_name(command.run)(rest) or 0)
-    except UsageError as error:
+    except (SlimeError, ConnectionError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 
@@ -315,14 +314,10 @@ def _doctor(words: Sequence[str]) -> int:
 def _doctor_ledger(words: Sequence[str]) -> int:
     """``slime doctor ledger``."""
     from slime.doctor.ledger import examine_ledger
-    from slime.utils.errors import DataError
 
     parser = _parser("doctor ledger", "PATH")
     parser.add_argument("path", type=Path, help="folder of a run or of its checkpoints, or the ledger")
-    try:
-        return examine_ledger(parser.parse_args(words).path)
-    except DataError as error:
-        raise UsageError(str(error)) from None
+    return examine_ledger(parser.parse_args(words).path)
 
 
 def read_command(words: Sequence[str]) -> TrainCommand:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import socket
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -38,14 +37,9 @@ def board(words: Sequence[str]) -> int:
     from slime.board.runs import Runs
     from slime.board.server import serve
 
-    try:
-        runs = Runs(options.folder.resolve())
-        # Bound before the address is printed: the port may be that of another board.
-        opened = _listen(options.host, options.port)
-    except DataError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    with opened:
+    runs = Runs(options.folder.resolve())
+    # Bound before the address is printed: the port may be that of another board.
+    with _listen(options.host, options.port) as opened:
         print(f"{runs.folder} at http://{url_host(options.host)}:{options.port}  (end with Ctrl-C)", flush=True)
         serve(runs, options.host, opened)
     return 0

@@ -24,7 +24,7 @@ from slime.doctor.run import examine, exit_status, render, render_json
 from slime.models.config_json import load_model_config, text_part
 from slime.utils import accelerator
 from slime.utils.deadline import Deadline, wait_until
-from slime.utils.errors import ConfigError, DataError, EngineError
+from slime.utils.errors import EngineError
 from slime.utils.net import PortClaim, claim_ports
 from slime.utils.process import GuardedProcess, log_tail
 
@@ -44,15 +44,14 @@ def engine(words: Sequence[str]) -> int:
     """Compare an engine with transformers.
 
     Returns:
-        0, 1 if a check failed, 2 if the checkpoint cannot be read or the engine does not start.
+        0, or 1 if a check failed.
+
+    Raises:
+        SlimeError: the checkpoint cannot be read, or the engine does not start.
     """
     options = _parse(words)
-    try:
-        with _engine_of(options) as running:
-            findings = findings_of(running, options.model, options.only, options.shares_memory)
-    except (ConfigError, DataError, EngineError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    with _engine_of(options) as running:
+        findings = findings_of(running, options.model, options.only, options.shares_memory)
     (render_json if options.json else render)(findings)
     return exit_status(findings)
 

@@ -1,32 +1,35 @@
-"""The command ``slime doctor env``. Called by ``slime.cli``."""
+"""The commands ``slime doctor env`` and ``slime tasks``. Called by ``slime.cli``."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import faulthandler
+import json
 import os
 import sys
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from slime.doctor import Finding, fail
 from slime.doctor.run import examine, exit_status, render, render_json
-from slime.environments.command import add_environment
-from slime.utils.errors import ConfigError, kept, named
+from slime.utils.errors import kept, named
 
 _ALL_EPISODES = 20  # times the limit of one episode: a thread that blocks the event loop ends here
 
 
 def env(words: Sequence[str]) -> int:
-    """Test an environment. Returns 0, 1 if a check failed, 2 if the environment or its server cannot be used."""
+    """Test an environment. Returns 0, or 1 if a check failed.
+
+    Raises:
+        ConfigError, ConnectionError: the environment or its server cannot be used.
+    """
     options = _parse(words)
     faulthandler.dump_traceback_later(_ALL_EPISODES * options.timeout, exit=True, file=2)
     try:
         findings, is_late = findings_of(options)
-    except (ConfigError, ConnectionError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     finally:
         faulthandler.cancel_dump_traceback_later()
     (render_json if options.json else render)(findings)
@@ -37,12 +40,12 @@ def env(words: Sequence[str]) -> int:
 
 
 def _parse(words: Sequence[str]) -> Namespace:
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         prog="slime doctor env",
         description="Test an environment with a scripted model: the same tasks everywhere, no answer in a prompt, "
         "rewards in range and for right answers only, isolation, time limits, tokens per turn. Needs no engine.",
     )
-    add_environment(parser)
+    _add_environment(parser)
     parser.add_argument("--tasks", type=int, default=6, metavar="N", help="tasks to play, default %(default)s")
     parser.add_argument(
         "--timeout", type=float, default=60.0, metavar="S", help="of one episode, default %(default)g s"
@@ -87,3 +90,39 @@ def findings_of(options: Namespace) -> tuple[list[Finding], bool]:
     asyncio.new_event_loop().run_until_complete(run_episodes(trial))
     is_late = any(played.is_late for played in (*trial.episodes, trial.failing, trial.talking))
     return examine(trial, CHECKS), is_late or trial.cancelled.is_stuck
+
+
+def tasks(words: Sequence[str]) -> int:
+    """Write tasks of an environment as prompt data. Returns 0. Raises the errors of :func:`env`."""
+    parser = ArgumentParser(prog="slime tasks", description="Write tasks of an environment as rows for --prompt-data.")
+    _add_environment(parser)
+    parser.add_argument("--output", type=Path, required=True, help="the .jsonl file")
+    parser.add_argument("--begin", type=int, default=0, metavar="N", help="first task, default %(default)s")
+    parser.add_argument("--count", type=int, metavar="N", help="number of tasks. Default: all")
+    options = parser.parse_args(list(words))
+    # Imports torch, which takes seconds: wrong options are reported before.
+    from slime.environments.rollout import rows
+
+    end = None if options.count is None else options.begin + options.count
+    lines = [json.dumps(row) + "\n" for row in rows(options.name, options.options, options.begin, end)]
+    options.output.write_text("".join(lines), encoding="utf-8")
+    print(f"{len(lines)} tasks of {options.name} in {options.output}")
+    return 0
+
+
+def _add_environment(parser: ArgumentParser) -> None:
+    """Add the arguments that name an environment."""
+    parser.add_argument("name", metavar="NAME", help="such as reasoning-gym:chain_sum, or my_module:MyEnvironment")
+    parser.add_argument(
+        "--options", type=_options, default={}, metavar="JSON", help="keyword arguments of it, such as '{\"seed\": 1}'"
+    )
+
+
+def _options(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"{text}: not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text}: give a JSON object")
+    return value

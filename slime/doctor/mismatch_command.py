@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from slime.observability.run_info import FILE, read_run_info
-from slime.utils.errors import DataError
 
 _NO_REFEREE = "none (--hf-checkpoint DIR names the weights that generated the rollout)"
 
@@ -20,22 +18,21 @@ def mismatch(words: Sequence[str]) -> int:
     """Print the cause of the difference between trainer and engine.
 
     Returns:
-        0 if they agree or differ by rounding only, 1 if there is a cause to repair, 2 if the input is unreadable.
+        0 if they agree or differ by rounding only, 1 if there is a cause to repair.
+
+    Raises:
+        DataError: the input cannot be read.
     """
     options = _parse(words)
     # These import torch, which takes seconds: wrong options are reported before.
     from slime.doctor.mismatch import diagnose
     from slime.doctor.mismatch_input import Referee, read_rows_of
 
-    try:
-        rows = read_rows_of(options.dump, options.rollout, options.num_samples)
-        versions = {int(version) for row in rows for version in row.versions if version.isdecimal()}
-        checkpoint, temperature = _settings(options, max(versions, default=0))
-        referee = None if checkpoint is None else Referee.load(checkpoint)
-        other = None if options.other_checkpoint is None else Referee.load(options.other_checkpoint)
-    except DataError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    rows = read_rows_of(options.dump, options.rollout, options.num_samples)
+    versions = {int(version) for row in rows for version in row.versions if version.isdecimal()}
+    checkpoint, temperature = _settings(options, max(versions, default=0))
+    referee = None if checkpoint is None else Referee.load(checkpoint)
+    other = None if options.other_checkpoint is None else Referee.load(options.other_checkpoint)
     verdict = diagnose(rows, referee, temperature=temperature, other=other)
     if options.json:
         print(json.dumps(asdict(verdict) | {"num_samples": len(rows)}, indent=2))

@@ -3,13 +3,14 @@
 One protocol for all of them. ``load("reasoning-gym:chain_sum")`` makes an environment of the table ``ADAPTERS``, whose
 package is imported then. ``load("my_pkg.my_module:MyEnvironment")`` makes one of the user's.
 
-    slime tasks NAME --output train.jsonl        the tasks as prompt data (``slime.environments.command``)
+    slime tasks NAME --output train.jsonl        the tasks as prompt data (``slime.doctor.environment_command``)
     slime doctor env NAME                        tests of the environment (``slime.doctor.environment_checks``)
     --prompt-data train.jsonl --custom-generate-function-path slime.environments.rollout.generate
 """
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -225,7 +226,7 @@ class Served:
 
 
 @dataclass(kw_only=True)
-class Stepped(Served):
+class Stepped(Served, abc.ABC):
     """Environments with observations and actions, to inherit from. Task ``i`` is the episode of seed ``i``.
 
     Args:
@@ -244,16 +245,16 @@ class Stepped(Served):
     size: int = 1000
     hidden: ClassVar[frozenset[str]] = frozenset()
 
+    @abc.abstractmethod
     def first(self, seed: int) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
         """The first observation and the state of an episode. Not called by the event loop of an episode."""
-        raise NotImplementedError(f"{type(self).__name__} has no method first")
 
+    @abc.abstractmethod
     def begun(self, seed: int) -> AbstractAsyncContextManager[tuple[Sequence[Message], Call]]:
         """An episode after its reset: the tools, and the function ``call`` of :func:`converse`.
 
         With ``action``, ``call`` gets an action of that field, and no name.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no method begun")
 
     def seen(self, observation: Mapping[str, Any]) -> str:
         """The text of an observation for the policy."""

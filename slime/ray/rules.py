@@ -22,7 +22,7 @@ from slime.backends.megatron_utils.precision_rules import int4, kv_fp8
 from slime.backends.sglang_utils.topology import topology_of
 from slime.backends.training.rules import check_adapters, check_checkpoints, check_export
 from slime.config import notices
-from slime.config.check import numbers, paths
+from slime.config.check import NUMBER_RULES, paths
 from slime.config.groups import flag_of
 from slime.config.plan.devices import colocation_problems, gpu_bytes, is_judged
 from slime.config.roles import check_roles, read_roles, role_args
@@ -166,7 +166,7 @@ MODEL_RULES = (*TRAINER_RULES, check_checkpoints, check_export)
 
 # ---- roles: the trainer's rules once more, for the arguments that --megatron-config-path gives each role
 
-_RULES_PER_ROLE = (*numbers.RULES, *paths.OVERLAP_RULES, *MODEL_RULES)
+_RULES_PER_ROLE = (*NUMBER_RULES, *paths.OVERLAP_RULES, *MODEL_RULES)
 
 
 def _roles(args: Namespace) -> Iterator[str]:

@@ -29,7 +29,7 @@ from slime.doctor.ledger import find_ledger
 from slime.observability.run_info import RunInfo, read_run_info
 from slime.observability.sample_record import read_rows, record_file, sample_of_row
 from slime.rollout.arguments import DEFAULT_ROLLOUT_FUNCTION
-from slime.utils.errors import DataError, SlimeError
+from slime.utils.errors import DataError
 
 _SCHEDULED = "slime.rollout.scheduled_rollout.generate_rollout"
 # Flags of files that belong to the recorded run, of trackers, of evaluations, and of the asynchronous loop. A replay
@@ -92,7 +92,10 @@ def branch(words: Sequence[str]) -> int:
     """The command ``slime branch``.
 
     Returns:
-        0 if all tokens, losses and weights equal the recorded ones, 1 if not, 2 if the branch is impossible.
+        0 if all tokens, losses and weights equal the recorded ones, 1 if not.
+
+    Raises:
+        SlimeError: the branch is impossible.
     """
     parser = argparse.ArgumentParser(
         prog="slime branch",
@@ -106,11 +109,7 @@ def branch(words: Sequence[str]) -> int:
     own, flags = _divided(words)
     options = parser.parse_args(own)
     folder = options.run.resolve()
-    try:
-        return _branch(folder, options.at, options.name or f"{folder.name}-branch-{options.at}", flags)
-    except SlimeError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return _branch(folder, options.at, options.name or f"{folder.name}-branch-{options.at}", flags)
 
 
 def _divided(words: Sequence[str]) -> tuple[list[str], list[str]]:

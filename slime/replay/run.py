@@ -15,7 +15,6 @@ import itertools
 import logging
 import os
 import shlex
-import sys
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from slime.data.sample import Sample, iter_samples
 from slime.observability.run_info import RunInfo, read_run_info
 from slime.observability.sample_record import read_rows, record_file, sample_of_row
 from slime.replay.history import replay_all, without
-from slime.utils.errors import ConfigError, DataError, SlimeError
+from slime.utils.errors import ConfigError, DataError
 from slime.utils.net import single_rank_environment
 
 
@@ -190,8 +189,10 @@ def replay(words: Sequence[str]) -> int:
     """The command ``slime replay``.
 
     Returns:
-        0 if the tokens and the reward (with --all the weights) equal the recorded ones, 1 if they differ, 2 if the
-        replay is impossible.
+        0 if the tokens and the reward (with --all the weights) equal the recorded ones, 1 if they differ.
+
+    Raises:
+        SlimeError: the replay is impossible.
     """
     parser = argparse.ArgumentParser(
         prog="slime replay",
@@ -210,14 +211,6 @@ def replay(words: Sequence[str]) -> int:
         parser.error("--rollout R --sample S, or --all")
     if os.environ.get("PYTHONBREAKPOINT", "").startswith("ray."):
         del os.environ["PYTHONBREAKPOINT"]  # set by a process of Ray, whose debugger waits for a remote client
-    try:
-        return _replay(options)
-    except SlimeError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-
-
-def _replay(options: Namespace) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")  # tracebacks of the user's functions
     folder = options.run.resolve()
     if options.all:

@@ -15,10 +15,10 @@ from tests.architecture.sources import ROOT, Module, modules
 
 # Name of a measure -> today's number. Measures in LEAST must not fall below it, all others must not exceed it.
 LIMITS: dict[str, float] = {
-    "files": 385,
+    "files": 383,
     "lines": 76489,
-    "small files, %": 17.66,
-    "functions that take args, %": 4.23,
+    "small files, %": 17.23,
+    "functions that take args, %": 4.22,
     "writes to args": 0,
     "getattr and hasattr per 1000 lines": 1.18,
     "broad except per 1000 lines": 0.37,

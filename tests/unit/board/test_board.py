@@ -23,6 +23,7 @@ from slime.board.run_data import RunData, SampleQuery
 from slime.board.runs import Runs, summary
 from slime.board.server import STATIC, make_app
 from slime.board.texts import TokenTexts, without_common
+from slime.cli import main
 from slime.data.sample import Sample
 from slime.observability.metric_table import describe
 from slime.observability.sample_record import LIGHT, read_rows, record_file, record_rollout
@@ -305,7 +306,7 @@ def test_a_folder_of_runs_is_a_list_with_the_newest_run_first(tmp_path: Path, ca
         assert page.get("/api/run", params={"run": name}).status_code == 404, name
     alone = Runs(tmp_path / "b").summaries()
     assert [run["name"] for run in alone] == ["b/earlier_1", "b"]
-    assert board([str(tmp_path / "nothing")]) == 2
+    assert main(["board", str(tmp_path / "nothing")]) == 2
     assert "is not the folder of a run" in capsys.readouterr().err
 
 
@@ -415,7 +416,7 @@ def test_a_port_in_use_is_an_error_before_an_address_is_printed(tmp_path: Path, 
     write_info(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        assert board([str(tmp_path), "--port", str(port)]) == 2
+        assert main(["board", str(tmp_path), "--port", str(port)]) == 2
     captured = capsys.readouterr()
     assert f"--port {port}: cannot listen on 127.0.0.1" in captured.err
     assert "http" not in captured.out
