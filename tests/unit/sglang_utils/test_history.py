@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import random
 import shutil
 from array import array
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from slime.backends.sglang_utils.cpu_platform.history import Cursor, History
-from slime.backends.sglang_utils.cpu_platform.hooks import keep_drafts, register
+from slime.backends.sglang_utils.cpu_platform.hooks import register
 from slime.utils import accelerator
 
 PROMPT, OTHER = [7, 8], [8, 7]
@@ -116,25 +119,35 @@ def test_an_engine_on_a_gpu_keeps_its_newest_drafts_at_a_weight_sync(
     monkeypatch: pytest.MonkeyPatch, deterministic: bool
 ) -> None:
     """With SGLang's n-grams, which run on a CPU. Without the hook a flush forgets them."""
-    from sglang.srt import runtime_context
     from sglang.srt.plugins.hook_registry import HookRegistry
     from sglang.srt.speculative.cpp_ngram.ngram_corpus import NgramCorpus
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-    found = SimpleNamespace(deterministic=SimpleNamespace(enable_deterministic_inference=deterministic))
-    monkeypatch.setattr(runtime_context, "get_exec", lambda: found)
-    monkeypatch.setattr(NgramCorpus, "reset", NgramCorpus.reset)  # restored after the test
     monkeypatch.setattr(HookRegistry, "_hooks", type(HookRegistry._hooks)(list))
-    monkeypatch.setattr(HookRegistry, "_patched", set())
     monkeypatch.setattr(accelerator, "current", lambda: SimpleNamespace(is_cpu=False))
     register()
-    assert [hook for hooks in HookRegistry._hooks.values() for _, hook, _ in hooks] == [keep_drafts]
-    HookRegistry.apply_hooks()
+    [(target, [(_, hook, _)])] = HookRegistry._hooks.items()
+    assert "self.draft_worker.clear_cache_pool()" in _source(target)
     corpus = NgramCorpus(max_trie_depth=12, draft_token_num=4, capacity=100)
     corpus.batch_put([[1, 2, 3, 4, 5]])
     for first in range(100, 160):  # more than it has room for
         corpus.batch_put([[first + n for n in range(0, 500, 100)]])
-    corpus.reset()
     corpus.synchronize()
+    worker = SimpleNamespace(clear_cache_pool=corpus.reset)  # as NGRAMWorker, which needs CUDA to be imported
+    args = SimpleNamespace(enable_deterministic_inference=deterministic)
+    hook(SimpleNamespace(draft_worker=worker, spec_algorithm=SpeculativeAlgorithm.NGRAM, server_args=args))
+    worker.clear_cache_pool()
     newest, oldest = (corpus.batch_get([str(text)], [text], [2])[0].tolist() for text in ([159, 259], [1, 2]))
     assert newest == ([259, 0, 0, 0] if deterministic else [259, 359, 459, 559])
     assert oldest == [2, 0, 0, 0]
+
+
+def _source(target: str) -> str:
+    """Source of ``module.Class.method``, without importing the module, which takes seconds."""
+    module, owner, method = target.rsplit(".", 2)
+    spec = importlib.util.find_spec(module)
+    assert spec is not None
+    assert spec.origin is not None
+    text = Path(spec.origin).read_text("utf-8")
+    [found] = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef) and node.name == owner]
+    return next(ast.unparse(node) for node in found.body if isinstance(node, ast.FunctionDef) and node.name == method)

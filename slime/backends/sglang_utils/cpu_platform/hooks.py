@@ -19,9 +19,7 @@ def register() -> None:
 
     if not accelerator.current().is_cpu:
         # Every weight sync flushes the caches, and SGLang 0.5.23 forgets its n-grams then.
-        HookRegistry.register(
-            "sglang.srt.speculative.cpp_ngram.ngram_corpus.NgramCorpus.reset", keep_drafts, HookType.AROUND
-        )
+        HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.flush_cache", keep_drafts, HookType.BEFORE)
         return
     # A paused scheduler polls without sleeping, --sleep-on-idle or not, and takes a core from the trainer that is
     # about to send weights. SGLang 0.5.23; delete when the idle sleeper covers the paused state.
@@ -38,16 +36,14 @@ def register() -> None:
     HookRegistry.register("sglang.srt.utils.weight_checker._hash_tensor", _checksum, HookType.REPLACE)
 
 
-def keep_drafts(reset: Callable[[Any], None], corpus: Any) -> None:
+def keep_drafts(scheduler: Any, *_: Any, **__: Any) -> None:
     """Keep the n-grams of responses of older weights as drafts: each draft is verified by the current weights.
 
     With deterministic inference they are forgotten. There the tokens of a seed depend on the drafts, and an engine of a
     resumed run has none.
     """
-    from sglang.srt.runtime_context import get_exec
-
-    if get_exec().deterministic.enable_deterministic_inference:
-        reset(corpus)
+    if scheduler.spec_algorithm.is_ngram() and not scheduler.server_args.enable_deterministic_inference:
+        scheduler.draft_worker.clear_cache_pool = lambda: None
 
 
 def _create_memory_saver(original: Callable[..., Any], enable: bool) -> Any:
