@@ -29,10 +29,16 @@ def reward_kl(data: CreditData, settings: AlgorithmArgs) -> list[torch.Tensor]:
     if data.log_probs is None or data.ref_log_probs is None:
         missing = "reference model" if data.ref_log_probs is None else "old policy"
         raise ValueError(f"--kl-coef {settings.kl_coef} needs the log-probs of the {missing}, which has not been run.")
-    return [
+    rows = [
         approx_kl(policy, base.to(policy.device), settings.kl_loss_type)
         for policy, base in zip(data.log_probs, data.ref_log_probs, strict=True)
     ]
+    if settings.use_rollout_logprobs:
+        # the engine has not sampled the other tokens, and samples have 0 in place of their log-probs
+        rows = [
+            torch.where(mask.to(row.device) != 0, row, 0.0) for row, mask in zip(rows, data.loss_masks, strict=True)
+        ]
+    return rows
 
 
 def estimate(data: CreditData, kl: Ragged, settings: AlgorithmArgs) -> Credit:

@@ -255,3 +255,19 @@ def test_normalised_advantages_over_gloo_ranks_equal_one_process_even_where_a_ra
             assert len(out) == len(share)
             for i, row in zip(share, out, strict=True):
                 torch.testing.assert_close(row, whole[i], atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3", "low_var_kl"])
+def test_tokens_that_the_engine_did_not_sample_have_no_kl_under_its_log_probs(kind):
+    settings = AlgorithmArgs(advantage_estimator="ppo", kl_coef=0.1, kl_loss_type=kind, use_rollout_logprobs=True)
+    data = CreditData(
+        rewards=[1.0],
+        response_lengths=[4],
+        loss_masks=[torch.tensor([1, 0, 0, 1])],
+        log_probs=[torch.tensor([-1.0, 0.0, 0.0, -2.0])],  # 0 stands for none: append_response_tokens
+        ref_log_probs=[torch.tensor([-1.0, -9.0, -11.0, -2.0])],
+        values=[torch.zeros(4)],
+    )
+    kl = formulae.reward_kl(data, settings)
+    assert kl[0].tolist() == [0.0] * 4
+    assert formulae.estimate(data, kl, settings).advantages[0].tolist() == [1.0] * 4
