@@ -56,6 +56,8 @@ class MegatronCritic(MegatronTrainer):
             values under the weights before the update: fp32 ``[R_i]`` per sample, on the cpu.
         """
         self._device.require(TRAINER_PARTS, "training")
+        if self._copies.reset_optimizer_states:
+            self._reset_moments()
         seconds: dict[str, float] = {}
         train_batch = self._train_batch(batch)
         with self._bad_steps.dumping(rollout_id, batch):

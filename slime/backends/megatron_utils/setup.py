@@ -17,7 +17,7 @@ from slime.backends.megatron_utils.model.build import (
     overlap_communication,
     wrap_data_parallel,
 )
-from slime.backends.megatron_utils.model.gpt import add_value_head
+from slime.backends.megatron_utils.model.gpt import add_value_head, unwrap
 from slime.backends.megatron_utils.model.lora import ADAPTERS, add_adapters
 from slime.backends.megatron_utils.model.sparse_attention import fake_quantize_latents
 from slime.backends.megatron_utils.model_rules import padded_vocab_size, user_spec
@@ -69,6 +69,9 @@ def build_train_state(
         freeze=plugins.freeze_params_name_list,
         trains_prediction=trains_prediction,
     )
+    for chunk in state.chunks if is_critic else ():
+        if unwrap(chunk).post_process:  # the patterns mean the LM head, and no checkpoint has a trained value head
+            unwrap(chunk).output_layer.requires_grad_(True)
     wrapped = [
         wrap_data_parallel(config, chunk, precision, optimizer_args, parallel, is_later_chunk=index > 0)
         for index, chunk in enumerate(state.chunks)

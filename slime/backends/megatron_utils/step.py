@@ -65,6 +65,9 @@ def train_step(
         return run_model(model, micro_batch, segments), partial(loss_function, micro_batch, segments)
 
     _zero_gradients(state)
+    # Megatron moves them with the reduction of the gradients, before it is known whether the step is applied
+    biases = [one for chunk in state.chunks for name, one in chunk.named_buffers() if name.endswith("expert_bias")]
+    unmoved = [one.clone() for one in biases]
     if before is not None:
         before()
     bad_ranks: list[int] = []
@@ -89,6 +92,9 @@ def train_step(
         is_bad=bool(bad_ranks),
         update=partial(_update, state, bad_ranks, num_rollouts, describe),
     )
+    if result.skipped is not None:
+        for bias, old in zip(biases, unmoved, strict=True):
+            bias.copy_(old)
     if step + 1 == batch.num_steps:
         for chunk in state.chunks:
             if chunk.use_forward_hook:  # --overlap-param-gather: a weight sync may come before the next forward pass

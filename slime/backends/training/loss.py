@@ -61,7 +61,7 @@ class Objective:
     @property
     def needs_all_rows(self) -> bool:
         """Whether the objective reads the logits of all rows, not only of those that predict response tokens."""
-        return self.settings.loss_type == "custom_loss"
+        return self.settings.loss_type == "custom_loss" and not self.is_critic
 
 
 @dataclass(frozen=True)

@@ -306,7 +306,8 @@ class TrainerBase(ABC):
             self._algorithm,
             self._distillation,
             num_steps=batch.num_steps,
-            has_custom_advantages=self._custom.advantages is not None,
+            # both functions may read log-probs
+            has_custom_advantages=self._custom.advantages is not None or self._custom.postprocess is not None,
         )
         if passes.reference:
             if self._reference is None:

@@ -123,3 +123,35 @@ def test_a_resumed_critic_continues_bit_for_bit_with_its_head(tied: tuple[Path, 
     expected = first.train(1, batch).steps[0]
     second = critic(tied[0], load=str(tmp_path))
     assert second.train(1, batch).steps[0] == expected
+
+
+def test_the_critics_moments_are_zeroed_before_every_rollout_as_well(tied: tuple[Path, Any]) -> None:
+    from slime.backends.megatron_utils.optimizer.build import parts_of
+
+    trainer = critic(tied[0], reset_optimizer_states=True)
+    for rollout_id in range(3):
+        trainer.train(rollout_id, make_batch(seed=rollout_id))
+    states = [state for part in parts_of(trainer._ready.optimizer) for state in part.optimizer.state.values()]
+    assert {float(state["step"]) for state in states} == {1.0}
+
+
+@pytest.mark.parametrize("loss_type", ["policy_loss", "custom_loss"])
+def test_without_a_trained_token_the_critic_does_not_move_whatever_the_policys_loss_is(
+    tied: tuple[Path, Any], tmp_path: Path, loss_type: str
+) -> None:
+    trainer = critic(tied[0], loss_type=loss_type, output_dir=str(tmp_path), weight_decay=0.1)
+    trainer.train(0, make_batch())  # leaves moments
+    before = head_of(trainer).weight.detach().clone()
+    removed = make_batch()
+    for mask in removed["loss_masks"]:
+        mask.fill_(0)
+    (step,) = trainer.train(1, removed | {"rollout_mask_sums": torch.zeros(8)}).steps
+    assert step["critic-skipped_steps"] == 1
+    assert torch.equal(head_of(trainer).weight, before)
+
+
+def test_the_fresh_head_of_a_critic_learns_also_if_the_policys_head_is_frozen(tied: tuple[Path, Any]) -> None:
+    trainer = critic(tied[0], freeze_params_name_list=["embedding", "output_layer"])
+    before = head_of(trainer).weight.detach().clone()
+    trainer.train(0, make_batch())
+    assert not torch.equal(head_of(trainer).weight, before)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -173,3 +174,16 @@ def test_a_run_without_moments_resumes_from_a_checkpoint_without_optimizer(model
     second.train(1, make_batch(seed=1))
     for name, value in weights(first).items():
         torch.testing.assert_close(weights(second)[name], value, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("num_steps", [1, 2])
+def test_a_postprocess_function_sees_the_log_probs_whatever_the_number_of_steps(model: Path, num_steps: int) -> None:
+    trainer = started(model)
+    seen: list[Any] = []
+    trainer._custom = dataclasses.replace(
+        trainer._custom, postprocess=lambda args, rollout_id, rollout_data: seen.append(rollout_data.get("log_probs"))
+    )
+    size = 8 // num_steps
+    batch = make_batch() | {"global_batch_sizes": [size] * num_steps}
+    trainer.train(0, schedule(batch, [list(range(i, i + size)) for i in range(0, 8, size)]))
+    assert [len(row) for row in seen[0] or []] == batch["response_lengths"]

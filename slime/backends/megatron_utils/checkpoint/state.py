@@ -47,6 +47,9 @@ _TYPE = "param_state_sharding_type"
 _EXTRA_STATE = re.compile(r"\._extra_state\d*$")
 """Names of FP8 scales. Only Transformer Engine's modules have them."""
 
+_SETTINGS = {"betas", "eps", "momentum"}
+"""Of a group of the optimizer, from the command line."""
+
 _DAMAGED = (*DAMAGE, dist_checkpointing.core.CheckpointingException)
 
 
@@ -118,7 +121,10 @@ def load_training_state(state: TrainState, shape: ModelShape, source: Source, co
     loaded = _load(source, shape, sharded)
     _fill_model(state.model, loaded, strict=state.adapter is None)
     if content.has_optimizer:
+        given = [{name: group[name] for name in _SETTINGS & group.keys()} for group in state.optimizer.param_groups]
         _fill_optimizer(state.optimizer, loaded["optimizer"], source)
+        for group, settings in zip(state.optimizer.param_groups, given, strict=True):
+            group.update(settings)
         if not state.scheduler.use_checkpoint_opt_param_scheduler:
             # Megatron has both rates in the groups of the optimizer too. There they would beat the command line.
             for group in state.optimizer.param_groups:
