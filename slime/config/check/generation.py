@@ -70,6 +70,10 @@ def _sampling(args: Namespace) -> Iterator[str]:
     if not 0 < args.rollout_top_p <= 1:
         yield f"--rollout-top-p {args.rollout_top_p} must be above 0 and at most 1."
     yield from _sampling_sets(args)
+    if args.use_opd and args.opd_type == "sglang" and args.rollout_temperature != 1:
+        text = "SGLang scores prompts at temperature 1, the student's log-probs are those of this temperature: only "
+        text += "slime's log-prob server (docs/logprob_server.md) is a teacher at it"
+        notices.warn(args, f"--rollout-temperature {args.rollout_temperature:g}", text)
     if args.mask_offpolicy_in_partial_rollout and not args.partial_rollout:
         notices.warn(args, "--mask-offpolicy-in-partial-rollout", "no effect without --partial-rollout")
 

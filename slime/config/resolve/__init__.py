@@ -43,6 +43,7 @@ STEPS: tuple[Step, ...] = (
     objective.learning_rate,
     objective.clipping,
     objective.kl_estimator,
+    objective.unread,
     objective.group_normalization,
     objective.true_on_policy,
     objective.routing_replay,

@@ -53,6 +53,32 @@ def kl_estimator(args: Namespace) -> None:
         notices.warn(args, "--gae-trained-tokens-only", text)
 
 
+def unread(args: Namespace) -> None:
+    """Report given flags of the objective that nothing reads."""
+    estimator = find_estimator(args.advantage_estimator)
+    needed = (
+        ("kl_loss_coef use_unbiased_kl", args.use_kl_loss, "--use-kl-loss"),
+        ("opsm_delta", args.use_opsm, "--use-opsm"),
+        ("opd_kl_coef opd_type", args.use_opd, "--use-opd"),
+        (
+            "tis_clip tis_clip_low custom_tis_function_path",
+            args.use_tis or args.get_mismatch_metrics,
+            "--use-tis or --get-mismatch-metrics",
+        ),
+        ("custom_loss_function_path", args.loss_type == "custom_loss", "--loss-type custom_loss"),
+        ("num_critic_only_steps value_clip lambd", estimator.needs_critic, "an --advantage-estimator with a critic"),
+    )
+    for names, is_on, switch in needed:
+        for name in names.split():
+            if name in args.given and vars(args)[name] and not is_on:
+                notices.warn(args, flag_of(name), f"no effect without {switch}")
+    if args.loss_type != "sft_loss":
+        return
+    for name in ("use_kl_loss", "kl_coef", "entropy_coef", "use_tis", "use_opsm", "use_opd"):
+        if vars(args)[name]:
+            notices.warn(args, flag_of(name), "no effect with --loss-type sft_loss")
+
+
 def group_normalization(args: Namespace) -> None:
     """One sample has no deviation to divide by."""
     if args.n_samples_per_prompt == 1:

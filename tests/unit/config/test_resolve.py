@@ -441,3 +441,41 @@ def test_a17_a_run_may_have_a_router_and_no_engine(flags: str, command: TinyComm
 def test_29_without_engines_nothing_shares_the_devices_of_the_trainer(command: TinyCommand):
     args = command.resolve("--colocate", "--rollout-num-gpus", "0", without=("--rollout-num-gpus",))
     assert attributes(args, "rollout_num_gpus colocate offload_train offload_rollout") == (0, False, False, False)
+
+
+# ---- flags without effect
+
+
+@pytest.mark.parametrize(
+    ("flags", "flag", "needs"),
+    [
+        ("--kl-loss-coef 0.1", "--kl-loss-coef", "--use-kl-loss"),
+        ("--use-unbiased-kl", "--use-unbiased-kl", "--use-kl-loss"),
+        ("--opsm-delta 0.1", "--opsm-delta", "--use-opsm"),
+        ("--tis-clip 3", "--tis-clip", "--use-tis or --get-mismatch-metrics"),
+        ("--opd-kl-coef 0.5", "--opd-kl-coef", "--use-opd"),
+        ("--num-critic-only-steps 2", "--num-critic-only-steps", "an --advantage-estimator with a critic"),
+        ("--custom-tis-function-path {tis}", "--custom-tis-function-path", "--use-tis or --get-mismatch-metrics"),
+        ("--custom-loss-function-path {loss}", "--custom-loss-function-path", "--loss-type custom_loss"),
+    ],
+)
+def test_a_flag_of_the_objective_without_its_switch_is_a_warning(
+    flags: str, flag: str, needs: str, command: TinyCommand
+):
+    loss = "slime.backends.megatron_utils.loss"
+    words = flags.format(tis=f"{loss}:icepop_function", loss=f"{loss}:policy_loss_function").split()
+    assert f"{flag}: no effect without {needs}" in command.warnings(*words)
+
+
+def test_fine_tuning_has_no_other_terms(command: TinyCommand):
+    warnings = command.warnings(
+        *["--loss-type", "sft_loss", "--use-kl-loss", "--kl-loss-coef", "0.1", "--entropy-coef", "0.1"]
+    )
+    for flag in ("--use-kl-loss", "--entropy-coef"):
+        assert f"{flag}: no effect with --loss-type sft_loss" in warnings
+
+
+def test_a_teacher_of_sglang_scores_at_temperature_1(command: TinyCommand):
+    flags = ["--use-opd", "--opd-type", "sglang", "--rm-url", "http://localhost:1/generate", "--rollout-temperature"]
+    assert "SGLang scores prompts at temperature 1" in command.warnings(*flags, "0.7")
+    assert "temperature 1" not in command.warnings(*flags, "1")
