@@ -22,6 +22,8 @@ FILE_SUFFIXES = (".jsonl", ".parquet")
 
 _SLICE = re.compile(r"^(.*)@\[(-?\d*):(-?\d*)\]$", re.DOTALL)
 _NAMED = re.compile(r"^(?P<name>[A-Za-z_][\w.-]*)=(?P<rest>.+)$")
+# A path may have spaces, also one that was made absolute: only a space before NAME= separates.
+_BETWEEN = re.compile(r"\s+(?=[A-Za-z_][\w.-]*=)")
 _ID = re.compile(r"^(?P<id>[^:@]+)(@(?P<revision>[^:@]+))?(:(?P<config>[^:@]*)(:(?P<split>[^:@]+))?)?$")
 _HUB = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
 _FORM = "several sources are written NAME=SOURCE[:WEIGHT], separated by spaces"
@@ -80,7 +82,9 @@ def absolute_source(path: str) -> str:
 
 def has_names(text: str) -> bool:
     """Whether the value holds sources with names."""
-    if os.path.exists(parse_path(text)[0]):
+    path = parse_path(text)[0]
+    found = dataset_id(path)
+    if os.path.exists(path) or (found is not None and found.is_folder):
         return False
     words = text.split()
     return len(words) > 1 or any(_NAMED.match(word) for word in words)
@@ -96,7 +100,8 @@ def parse_sources(text: str) -> list[PromptSource]:
         return [PromptSource("", text)]
     problems: list[str] = []
     sources: list[PromptSource] = []
-    for word in text.split():
+    words = _BETWEEN.split(text.strip())
+    for word in words if all(map(_NAMED.match, words)) else text.split():
         match = _NAMED.match(word)
         if match is None:
             problems.append(f"--prompt-data {word}: {_FORM}.")
@@ -119,4 +124,4 @@ def format_sources(sources: list[PromptSource]) -> str:
     """The inverse of :func:`parse_sources`."""
     if [source.name for source in sources] == [""]:
         return sources[0].path
-    return " ".join(f"{source.name}={source.path}:{source.weight:g}" for source in sources)
+    return " ".join(f"{source.name}={source.path}:{str(source.weight).removesuffix('.0')}" for source in sources)

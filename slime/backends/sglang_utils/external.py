@@ -85,12 +85,13 @@ def normalize_external_engine_addr(addr: str) -> str:
         ConfigError: ``addr`` has another form.
     """
     url = (addr if "://" in addr else f"http://{addr}").rstrip("/")
-    parts = urlsplit(url)
     try:
+        parts = urlsplit(url)
         is_complete = parts.scheme == "http" and bool(parts.hostname) and parts.port is not None
+        is_complete &= not (parts.path or parts.query)
     except ValueError:
         is_complete = False
-    if not is_complete or parts.path or parts.query:
+    if not is_complete:
         raise ConfigError(
             f"{_FLAG} {addr} must be HOST:PORT or http://HOST:PORT, an IPv6 address in brackets: http://[::1]:30000."
         )

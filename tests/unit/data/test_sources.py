@@ -21,7 +21,7 @@ from slime.data.sample import Sample
 from slime.observability.rollout_metrics import log_rollout_data
 from slime.rollout.data_source import RolloutDataSourceWithBuffer, make_data_source
 from slime.utils.errors import ConfigError, DataError
-from slime.utils.prompt_sources import PromptSource, absolute_source, parse_sources
+from slime.utils.prompt_sources import PromptSource, absolute_source, format_sources, parse_sources
 from tests.unit.config.tiny_command import make_command
 from tests.unit.observability.test_rollout_log import settings
 from tests.unit.rollout.fake_engine import make_args
@@ -325,3 +325,11 @@ def test_without_the_package_the_error_names_the_command(tmp_path: Path, monkeyp
     monkeypatch.setitem(sys.modules, "datasets", None)
     (problem,) = check_prompt_file("--prompt-data", str(tmp_path))
     assert "pip install 'slime[datasets]'" in problem
+
+
+def test_paths_with_spaces_and_weights_survive_being_made_absolute(tmp_path, monkeypatch):
+    (folder := tmp_path / "my data" / "a folder").mkdir(parents=True)
+    assert parse_sources(f"{folder}::test") == [PromptSource("", f"{folder}::test")]
+    monkeypatch.chdir(folder)
+    sources = [PromptSource("a", f"{folder}/x.jsonl", 1234567), PromptSource("b", absolute_source("y.jsonl@[:9]"))]
+    assert parse_sources(format_sources(sources)) == sources

@@ -78,6 +78,7 @@ def server() -> Iterator[Server]:
         ("10.0.0.1:30000", "http://10.0.0.1:30000"),
         ("http://host:1/", "http://host:1"),
         ("[::1]:30000", "http://[::1]:30000"),
+        ("[::1:30000", None),
         ("https://host:1", None),
         ("host", None),
         ("::1:30000", None),
