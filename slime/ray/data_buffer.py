@@ -24,7 +24,14 @@ from slime.ray.watch.heartbeat import register_process
 from slime.ray.watch.waiting import get
 from slime.rollout.data_source import make_data_source
 from slime.rollout.failures import fresh_copy
-from slime.rollout.source_state import load_groups, outstanding_path, save_groups
+from slime.rollout.source_state import (
+    load_groups,
+    numbers_path,
+    outstanding_path,
+    read_state,
+    save_groups,
+    write_state,
+)
 from slime.utils.async_utils import exits_are_errors
 
 _CALL_TIMEOUT_S = 600.0
@@ -157,11 +164,17 @@ class DataBuffer:
         if self._checkpoints.save is not None:
             # Otherwise a restart would lose the prompts of groups under way: the source has already passed them.
             save_groups(outstanding_path(self._checkpoints.save, rollout_id), list(self._outstanding.values()))
+            # Of a source that does not count, numbers must not repeat after a restart.
+            numbers = {"group": self._next_group, "sample": self._next_sample}
+            write_state(numbers_path(self._checkpoints.save, rollout_id), numbers)
         self._record("saved", rollout_id, self._outstanding)
 
     def load(self, rollout_id: int | None) -> None:
         self._optional("load", rollout_id)
         if self._checkpoints.load is not None:
+            numbers = read_state(numbers_path(self._checkpoints.load, rollout_id)) or {}
+            self._next_group = max(self._next_group, numbers.get("group", 0))
+            self._next_sample = max(self._next_sample, numbers.get("sample", 0))
             groups = load_groups(outstanding_path(self._checkpoints.load, rollout_id))
             if groups:  # back into the source, which draws them first
                 self._optional("add_samples", groups)

@@ -40,6 +40,7 @@ from slime.rollout.source_state import (
     encoded,
     group_from_dicts,
     groups_to_dicts,
+    numbers_path,
     outstanding_path,
     read_state,
     state_path,
@@ -199,6 +200,7 @@ class Journal:
             if rollout_id not in needed:
                 delete_state(state_path(str(self._save), rollout_id))
                 delete_state(outstanding_path(str(self._save), rollout_id))
+                delete_state(numbers_path(str(self._save), rollout_id))
 
     def _read(self, rollout_id: int) -> dict[str, Any] | None:
         """None if the file does not exist, is damaged, or was made with other flags."""

@@ -33,6 +33,11 @@ def outstanding_path(directory: str, rollout_id: int | None) -> Path:
     return Path(directory) / "rollout" / f"outstanding_{rollout_id}"
 
 
+def numbers_path(directory: str, rollout_id: int | None) -> Path:
+    """File of the numbers of the next group and sample, for sources that do not count, without its suffix."""
+    return Path(directory) / "rollout" / f"numbers_{rollout_id}"
+
+
 _MANY_TOKENS = 100_000
 _PACKED = {"tokens": "i", "loss_mask": "b", "rollout_log_probs": "d", "teacher_log_probs": "d"}
 """Field -> type code of an array for it."""

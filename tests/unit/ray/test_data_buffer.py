@@ -210,3 +210,27 @@ def test_a_start_with_changed_data_that_was_accepted_is_in_the_ledger(tmp_path: 
     start(accept_changed_data=True).begin(1)
     (reason,) = audit(read_ledger(tmp_path / LEDGER)[0]).unknown
     assert reason.startswith("rollout 1: --accept-changed-data: since the checkpoint the content of --prompt-data")
+
+
+class Uncounted(CountingSource):
+    """Keeps its position itself, and numbers nothing."""
+
+    def get_samples(self, num_samples: int) -> list[Any]:
+        return [[Sample(prompt=f"p{i}"), Sample(prompt=f"p{i}")] for i in range(num_samples)]
+
+
+def test_numbers_of_a_source_that_does_not_count_continue_after_a_restart(tmp_path: Path):
+    path = f"{__file__}:Uncounted"
+    args = Namespace(data_source_path=path, save=str(tmp_path), load=str(tmp_path), heartbeat_timeout=0)
+    seen = []
+    for rollout_id in range(2):
+        actor = DataBuffer(RunConfig.of(args), tmp_path / "rollout" / LEDGER)
+        actor.start()
+        actor.begin(rollout_id)
+        groups = actor.get_samples(2)
+        seen += [(sample.group_index, sample.index) for group in groups for sample in group]
+        actor.settle(rollout_id, numbers(groups), keeps_others=False)
+        actor.save(rollout_id)
+        actor.trained(rollout_id)
+    assert seen == [(i // 2, i) for i in range(8)]
+    assert not audit(read_ledger(tmp_path / "rollout" / LEDGER)[0]).twice
