@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from slime.agent.sandbox import BaseSandbox, ExecResult, FileContent
+from slime.agent.sandbox import BaseSandbox, CommandRefused, ExecResult, FileContent
 from slime.utils.errors import ConfigError, DeadlineExceeded
 
 _START_TIMEOUT_S = 600  # the image may have to be fetched
@@ -22,6 +22,7 @@ _FILE_TIMEOUT_S = 120
 _LINGER_S = 5  # of a command after SIGTERM
 # Output of a command that is kept in memory. More ends the command.
 _MOST_BYTES = 256 << 20
+_LONGEST_COMMAND = (128 << 10) - 1  # of one word of a command line, on Linux
 # Variables for the container that would change the behavior of the client on this machine.
 _READ_BY_THE_CLIENT = ("PATH", "HOME", "XDG_", "LD_", "DOCKER_", "CONTAINER", "PODMAN_")
 _building: defaultdict[Path, threading.Lock] = defaultdict(threading.Lock)
@@ -102,6 +103,8 @@ class DockerSandbox(BaseSandbox):
         hidden = {name: value for name, value in env.items() if not name.startswith(_READ_BY_THE_CLIENT)}
         shown = [name if name in hidden else f"{name}={value}" for name, value in env.items()]
         variables = [word for variable in shown for word in ("--env", variable)]
+        if "\0" in cmd or len(cmd.encode(errors="replace")) > _LONGEST_COMMAND:
+            raise CommandRefused(f"a command has no character 0, and at most {_LONGEST_COMMAND} bytes: {cmd[:200]!r}")
         # Ends the command when the wait below has ended: a killed client leaves it running in the container.
         limit = ["timeout", "-k", str(_LINGER_S), str(timeout + 1)]
         words = ["exec", "--user", user, *variables, self._id, *limit, "bash", "-c", cmd]
@@ -143,7 +146,9 @@ class DockerSandbox(BaseSandbox):
                 await process.communicate()  # the process only ends after its output is read
         assert process.returncode is not None
         if max(len(out), len(err)) > _MOST_BYTES:
-            raise RuntimeError(f"{self.command} {words[0]} wrote more than {_MOST_BYTES >> 20} MiB: {words[-1][:200]}")
+            raise CommandRefused(
+                f"{self.command} {words[0]} wrote more than {_MOST_BYTES >> 20} MiB: {words[-1][:200]}"
+            )
         return process.returncode, out.decode(errors="replace"), err.decode(errors="replace")
 
 

@@ -105,9 +105,11 @@ def as_object(arguments: Any) -> tuple[dict[str, Any], bool]:
         return arguments, True
     try:
         value = json.loads(arguments or "{}")
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RecursionError):
         value = None
-    return (value, True) if isinstance(value, dict) else ({"_raw_arguments": arguments}, False)
+    found = value if isinstance(value, dict) else {"_raw_arguments": arguments}
+    # A model may write half of a character as an escape. Neither UTF-8 nor a tokenizer takes it.
+    return json.loads(json.dumps(found, ensure_ascii=False).encode(errors="replace")), found is value
 
 
 def parse_xml_tool_uses(body_text: str, tools_schema: list[dict[str, Any]]) -> tuple[str, list[ToolUse]]:

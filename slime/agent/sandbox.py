@@ -23,6 +23,7 @@ __all__ = [
     "AGENT_HOME",
     "EXIT_TIME_BUDGET_EXCEEDED",
     "BaseSandbox",
+    "CommandRefused",
     "E2BSandbox",
     "ExecResult",
     "FileContent",
@@ -49,6 +50,10 @@ _TAIL_BYTES = 512
 _FIRST_BACKOFF_S, _LAST_BACKOFF_S = 1.0, 32.0
 _CREATE_TIMEOUT_S = 600.0  # the image may have to be fetched
 _CALL_TIMEOUT_S = 120.0
+
+
+class CommandRefused(RuntimeError):
+    """A command that cannot run, or wrote too much. The sandbox goes on."""
 
 
 @runtime_checkable
@@ -208,6 +213,8 @@ _TRANSIENT = frozenset(
         *("ConnectError", "ReadError", "WriteError", "ConnectTimeout", "ReadTimeout", "WriteTimeout"),
     )
 )
+_FINAL_KINDS = frozenset({"NotFoundException", "InvalidArgumentException", "NotEnoughSpaceException"})
+_OVER_LIMIT = "exceeding 'timeout'"  # in the text of e2b's error for a command
 # Errors after which the sandbox does not come back.
 _FINAL_SANDBOX_ERRORS = ("does not exist", "STOPPED state")
 
@@ -285,6 +292,8 @@ class E2BSandbox(BaseSandbox):
             try:
                 result = await self._sandbox.commands.run(cmd, user=user, envs=env, timeout=timeout)
             except Exception as error:
+                if type(error).__name__ == "TimeoutException" and _OVER_LIMIT in str(error):
+                    raise DeadlineExceeded(f"{self.label}: a command took more than {timeout} s: {cmd[:200]}") from None
                 if not hasattr(error, "exit_code"):
                     raise
                 result = error  # e2b raises for a non-zero exit, with the fields of a result
@@ -325,5 +334,5 @@ def _is_transient(error: Exception) -> bool:
     """Compares class names, because the classes belong to packages that need not be installed."""
     names = {cls.__name__ for cls in type(error).__mro__}
     if "SandboxException" in names:
-        return not any(text in str(error) for text in _FINAL_SANDBOX_ERRORS)
+        return not names & _FINAL_KINDS and not any(text in str(error) for text in _FINAL_SANDBOX_ERRORS)
     return bool(names & _TRANSIENT)

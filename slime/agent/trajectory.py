@@ -32,6 +32,7 @@ Message: TypeAlias = dict[str, Any]
 RewardSplit: TypeAlias = Literal["full", "equal"]
 
 DEFAULT_FORK_THRESHOLD_TOKENS = 1024
+_EXPERTS = "routed_experts"
 _TEXT_KEYS = ("content", "reasoning_content")
 
 
@@ -230,12 +231,13 @@ class TrajectoryManager:
             max_sample_tokens: longer samples are cut there (status TRUNCATED). 0 cuts nothing.
 
         Returns:
-            One sample per run of tokens that can be joined, each with trained tokens. [] for an unknown session.
+            One sample per run of tokens that can be joined, each with trained tokens, by last turn. [] if unknown.
         """
         session = self._sessions.pop(sid, None)
         if session is None:
             return []
-        built = (builder for leaf in session.root.leaves() for builder in self._join(leaf))
+        built = [builder for leaf in session.root.leaves() for builder in self._join(leaf)]
+        built.sort(key=lambda builder: builder.nodes[-1].turn_index or 0)
         samples = [
             sample
             for builder in built
@@ -285,6 +287,10 @@ class _Part:
     tokens: list[int]
     node: MessageNode | None = None
     is_trained: bool = False
+
+    @property
+    def meta_info(self) -> dict[str, Any]:
+        return (self.node and self.node.turn and self.node.turn.meta_info) or {}
 
 
 class _SampleBuilder:
@@ -343,8 +349,10 @@ class _SampleBuilder:
             loss_mask=[],
             rollout_log_probs=[],
         )
+        # The choices of a request cover all tokens before it. A last turn without room for a request has none.
+        newest = next((part for part in reversed(self.parts) if _EXPERTS in part.meta_info), None)
         for part in self.parts:
-            _append_part(sample, part, args, is_last=part is self.parts[-1])
+            _append_part(sample, part, args, has_experts=part is newest)
         was_cut = 0 < max_sample_tokens < len(sample.tokens)
         if was_cut:
             _cut(sample, max_sample_tokens)
@@ -364,14 +372,14 @@ class _SampleBuilder:
         return sample
 
 
-def _append_part(sample: Sample, part: _Part, args: Any, is_last: bool) -> None:
+def _append_part(sample: Sample, part: _Part, args: Any, has_experts: bool) -> None:
     turn = part.node.turn if part.node is not None else None
     if turn is None:
         sample.append_response_tokens(args, tokens=part.tokens, trainable=False)
         return
-    meta = {"finish_reason": {"type": turn.finish_reason}} | (turn.meta_info or {})
-    if not is_last:
-        meta.pop("routed_experts", None)  # those of the last turn cover all tokens before it
+    meta = {"finish_reason": {"type": turn.finish_reason}} | part.meta_info
+    if not has_experts:
+        meta.pop(_EXPERTS, None)
     # Unknown log-probs. ``append_response_tokens`` refuses trained tokens without any.
     log_probs = turn.output_log_probs or [0.0] * len(turn.output_ids)
     sample.append_response_tokens(args, tokens=turn.output_ids, log_probs=log_probs, meta_info=meta)

@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Protocol
 
 from openai import AsyncOpenAI
 
-from slime.agent.sandbox import Sandbox
+from slime.agent.sandbox import CommandRefused, Sandbox
 from slime.data.rows import numbered_rows
 from slime.hooks.load import load_function
 from slime.utils.errors import ConfigError, DataError, DeadlineExceeded
@@ -396,6 +396,8 @@ def shell_tool(box: Sandbox, timeout: int) -> tuple[Message, Callable[[str, dict
             code, out, err = await box.exec(command, timeout=timeout, idempotent=False)
         except DeadlineExceeded:
             return f"the command took more than {timeout} s"
+        except CommandRefused as error:
+            return str(error)
         text, half = f"exit code {code}\n{out}{err}", _MOST_OUTPUT // 2
         return text if len(text) <= _MOST_OUTPUT else f"{text[:half]}\n...\n{text[-half:]}"
 

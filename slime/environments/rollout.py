@@ -16,7 +16,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from typing import Any
 
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from slime.agent.service import AgentService, Outcome
 from slime.data.sample import Sample
@@ -68,7 +68,11 @@ async def generate(
     async def work(sid: str) -> Outcome:
         # No timeout of the client's: a turn may wait for an engine. --custom-generate-timeout limits the episode.
         async with AsyncOpenAI(
-            base_url=f"{service.url}/v1", api_key=sid, timeout=None, max_retries=_MAX_RETRIES
+            base_url=f"{service.url}/v1",
+            api_key=sid,
+            timeout=None,
+            max_retries=_MAX_RETRIES,
+            http_client=DefaultAsyncHttpxClient(trust_env=False),  # a proxy of the environment is for the outside
         ) as client:
             return await environment.play(task, Model(client)), {}
 

@@ -23,6 +23,7 @@ from slime.agent.adapters.common import flatten_content
 from slime.agent.adapters.openai import _tools_to_chat_tools
 from slime.agent.adapters.openai import _translate_messages as from_openai
 from slime.agent.aiohttp_threaded import AppHandle, run_app_in_thread
+from slime.agent.parsing import as_object
 from slime.data.sample import Sample
 from slime.observability.trace_export import otlp_spans
 from slime.observability.trace_utils import bind_trace, trace_span
@@ -603,3 +604,26 @@ def test_a_server_that_cannot_start_says_why(make):
     agent.handle.stop()
     assert not agent.handle.thread.is_alive()
     agent.handle.stop()
+
+
+HALF = '<tool_call>\n{"name": "look", "arguments": {"a": "x\\ud83d"}}\n</tool_call>' + END
+
+
+def test_half_a_character_in_a_call_reaches_the_client_also_in_a_stream(make):
+    agent = make(OpenAIAdapter, [HALF], tool_parser="qwen25")
+    agent.adapter.open_session("s")
+    lines = [line for line in agent.chat([Q], tools=[TOOL], stream=True).text.splitlines() if '"arguments"' in line]
+    (call,) = json.loads(lines[0].removeprefix("data: "))["choices"][0]["delta"]["tool_calls"]
+    assert call["function"]["arguments"] == '{"a": "x?"}'
+    assert len(agent.finish()) == 1
+    agent = make(AnthropicAdapter, [HALF], tool_parser="qwen25")
+    tool = {"name": "look", "input_schema": {"type": "object"}}
+    assert '{\\"a\\": \\"x?\\"}' in agent.message([Q], tools=[tool], stream=True).text
+
+
+def test_arguments_of_a_call_become_an_object_that_can_be_encoded():
+    assert as_object('{"a": "\\ud83d\\ude00", "b": NaN}')[0]["a"] == "\U0001f600"
+    assert as_object("[1]") == ({"_raw_arguments": "[1]"}, False)
+    assert as_object("[" * 100_000) == ({"_raw_arguments": "[" * 100_000}, False)
+    assert as_object(None) == ({}, True)
+    assert as_object({"a": 1}) == ({"a": 1}, True)

@@ -14,6 +14,7 @@ import pytest
 from slime.agent import docker_sandbox, sandbox
 from slime.agent.docker_sandbox import DockerSandbox
 from slime.agent.sandbox import EXIT_TIME_BUDGET_EXCEEDED, E2BSandbox, Sandbox, ensure_agent_user, exec_and_wait
+from slime.environments import shell_tool
 from slime.utils.errors import DeadlineExceeded
 
 
@@ -319,3 +320,47 @@ def test_a_command_in_a_container_ends_with_the_wait_for_it_and_may_not_fill_our
     asyncio.run(use())
     limits = [call.split("timeout")[1].split()[:3] for call in (tmp_path / "calls").read_text().splitlines()]
     assert limits == [["-k", "5", "1.2"], ["-k", "5", "121"]]
+
+
+@pytest.mark.parametrize(
+    ("command", "answer"),
+    [("echo a\0b", "character 0"), ("echo " + "x" * 200_000, "131071 bytes"), ("yes", "more than 1 MiB")],
+)
+def test_a_command_that_cannot_run_is_an_answer_for_the_policy(tmp_path, monkeypatch, command, answer):
+    program = tmp_path / "docker"
+    program.write_text("#!/bin/sh\nexec yes\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(docker_sandbox, "_MOST_BYTES", 1 << 20)
+    _, call = shell_tool(DockerSandbox("image", command=str(program)), 60)
+    assert answer in asyncio.run(call("run", {"command": command}))
+
+
+class TimeoutException(SandboxException):
+    """As in e2b, with its text for a command."""
+
+    def __init__(self):
+        super().__init__("context deadline exceeded: This error is likely due to exceeding 'timeout': the total time")
+
+
+class NotFoundException(SandboxException):
+    pass
+
+
+class FileNotFoundException(NotFoundException):
+    pass
+
+
+def test_a_command_over_its_limit_is_not_run_again_and_is_an_answer_for_the_policy(remote):
+    sb = remote([TimeoutException(), TimeoutException()])
+    with pytest.raises(DeadlineExceeded):
+        asyncio.run(sb.exec("sleep 9", timeout=1))
+    assert sb._sandbox.calls == 1
+    _, call = shell_tool(sb, 1)
+    assert asyncio.run(call("run", {"command": "sleep 9"})) == "the command took more than 1 s"
+
+
+def test_a_missing_file_is_not_asked_for_again(remote):
+    sb = remote([FileNotFoundException("path '/a' not found")])
+    with pytest.raises(FileNotFoundError):
+        asyncio.run(sb.read_file("/a"))
+    assert sb._sandbox.calls == 1

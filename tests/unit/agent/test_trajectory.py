@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+from argparse import Namespace
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -287,3 +290,26 @@ def test_a_sample_says_how_many_tokens_lost_their_training_to_what_the_client_se
     first, second = rewritten.samples()
     assert first.metadata["abandoned_response_tokens"] == 2
     assert "abandoned_response_tokens" not in second.metadata
+
+
+def test_the_last_sample_has_the_last_turn():
+    manager, task, two = TrajectoryManager(), user("task"), said("2")
+    manager.record_turn("s", turn=turn([1], [2]), prompt_messages=[task], response_message=two)
+    manager.record_turn("s", turn=turn([7], [8]), prompt_messages=[user("helper")], response_message=said("8"))
+    last = {"prompt_messages": [task, two, user("3")], "response_message": said("4")}
+    manager.record_turn("s", turn=turn([1, 2, 3], [4]), **last)
+    samples = manager.get_trajectory("s", base_sample=Sample(index=0))
+    assert [sample.tokens for sample in samples] == [[7, 8], [1, 2, 3, 4]]
+
+
+def test_a_turn_without_room_for_a_request_leaves_the_experts_of_the_turns_before_it():
+    manager, q, a = TrajectoryManager(args=Namespace(num_layers=1, moe_router_topk=1)), user("q"), said("a")
+    experts = base64.b64encode(np.zeros((2, 1, 1), dtype="<i4").tobytes()).decode()
+    meta = {"finish_reason": {"type": "stop"}, "routed_experts": experts}
+    manager.record_turn("s", turn=turn([1], [2, 3], meta_info=meta), prompt_messages=[q], response_message=a)
+    full = turn([1, 2, 3, 4, 5], [], "length")  # as call_sglang_generate gives it
+    manager.record_turn("s", turn=full, prompt_messages=[q, a, q], response_message=said(""))
+    (sample,) = manager.get_trajectory("s", base_sample=Sample(index=0))
+    assert sample.loss_mask == [1, 1, 0, 0]
+    assert sample.status is Sample.Status.TRUNCATED
+    assert sample.rollout_routed_experts.shape == (2, 1, 1)

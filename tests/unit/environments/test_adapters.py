@@ -14,14 +14,16 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+from aiohttp import web
 from openai import AsyncOpenAI
 
+from slime.agent.aiohttp_threaded import run_app_in_thread
 from slime.cli import main
 from slime.data.rows import read_file
 from slime.data.sample import Sample
 from slime.doctor.environment_command import findings_of
 from slime.doctor.environment_play import Script, play
-from slime.environments import ADAPTERS, Adapter, Model, load
+from slime.environments import ADAPTERS, Adapter, Model, Task, load, rollout
 from slime.environments.rollout import generate
 from slime.utils.errors import ConfigError, DataError
 from tests.unit.environments.serving import serving
@@ -286,3 +288,37 @@ def test_the_doctor_prints_its_findings_and_fails_with_one(capsys):
     assert main(["doctor", "env", name, "--tasks", "2", "--json"]) == 1
     (bad,) = [f for f in json.loads(capsys.readouterr().out)["findings"] if f["status"] != "ok"][:1]
     assert bad["what"] == "known-bad replies"
+
+
+def test_an_episode_reaches_the_adapter_although_the_environment_names_a_proxy(monkeypatch):
+    async def chat(request):
+        choice = {"index": 0, "message": {"role": "assistant", "content": "4"}, "finish_reason": "stop"}
+        kind = {"id": "1", "object": "chat.completion", "created": 1, "model": "m"}
+        return web.json_response(kind | {"choices": [choice]})
+
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", chat)
+    server = run_app_in_thread(app)
+
+    class Service:
+        url = f"http://127.0.0.1:{server.port}"
+
+        def __init__(self, args): ...
+
+        async def run(self, args, sample, params, work, *, evaluation):
+            return await work("sid")
+
+    class One:
+        async def play(self, task, model):
+            return float((await model.reply(task.prompt))["content"])
+
+    task = Task([{"role": "user", "content": "2+2"}])
+    monkeypatch.setattr(rollout, "EnvironmentService", Service)
+    monkeypatch.setattr(rollout, "_task", lambda *place: (One(), task))
+    monkeypatch.setattr(rollout, "_MAX_RETRIES", 0)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    sample = Sample(prompt=task.prompt, metadata={"environment": "x", "options": {}, "task": 0})
+    assert asyncio.run(rollout.generate(None, sample, {})) == (4.0, {})
+    server.stop()
