@@ -26,7 +26,7 @@ from slime.data.schedule import record
 from slime.hooks.load import load_function
 from slime.rollout.base_types import Count
 from slime.rollout.engine_request import EngineRequest, abort
-from slime.rollout.failures import FailureBudget, fresh_copy
+from slime.rollout.failures import FailureBudget, fresh_copy, fresh_group
 from slime.rollout.filters import (
     DynamicFilterOutput,
     MetricGatherer,
@@ -243,7 +243,7 @@ async def _fetch_more(plan: BatchPlan, progress: _Progress, fetch: Fetch, submit
     for group in groups:
         _check_size(group, plan.group_size)
     # Generation changes the groups, and left-over prompts must return to the data source unchanged.
-    prompts: list[SampleGroup] = [[fresh_copy(sample) for sample in iter_samples(group)] for group in groups]
+    prompts: list[SampleGroup] = [fresh_group(group) for group in groups]
     progress.add(submit(groups), prompts)
 
 

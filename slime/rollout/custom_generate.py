@@ -33,6 +33,9 @@ logger = logging.getLogger(__name__)
 evaluates: ContextVar[bool] = ContextVar("evaluates", default=False)
 """Whether the running task generates for an evaluation. The tasks that it starts inherit the value."""
 
+on_begin: ContextVar[Callable[[], None]] = ContextVar("on_begin", default=lambda: None)
+"""Called when a sample of the running task has its slot."""
+
 _MAX_FRUITLESS = 8
 """Aborts in a row without a new token, of a request that the rollout wants to go on."""
 
@@ -163,6 +166,7 @@ async def generate_whole_group(
     async with state.slots.several(len(unfinished)):
         if is_ending(state):
             return group
+        on_begin.get()()
         what = f"--custom-generate-function-path {name_of(function)}"
         for attempt in Attempts(unfinished, retries=args.max_sample_retries, what=what) if unfinished else ():
             with attempt:
@@ -203,10 +207,14 @@ def complete_results(
         complete(result, source, state.tokenizer)
         if not args.keep_stop_token_text:
             cut_stop_token(args.hf_checkpoint, result, sampling_params, state.tokenizer)
-    aborted = [sample for sample in iter_samples(list(results)) if sample.status is Sample.Status.ABORTED]
-    is_open = any(not sample.remove_sample or sample.reward is None for sample in aborted)
-    if is_open and not expects_aborts(state):
+    if any(map(is_cut, iter_samples(list(results)))) and not expects_aborts(state):
         raise RuntimeError("the engine aborted the request although the rollout goes on")
+
+
+def is_cut(sample: Sample) -> bool:
+    """Whether an abort cut the sample. One that its function ended has no part in the loss, and a reward."""
+    is_ended = sample.remove_sample and sample.reward is not None
+    return sample.status is Sample.Status.ABORTED and not is_ended
 
 
 def complete(result: Any, source: Sample, tokenizer: Any) -> None:

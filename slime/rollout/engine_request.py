@@ -19,6 +19,7 @@ from uuid import uuid4
 
 from slime.data.engine_fields import (
     LACKS_SETS,
+    OUTPUT_LISTS,
     REPLAY_TOP_K,
     adapter_fields,
     cuts_vocabulary,
@@ -303,11 +304,9 @@ def check_reply(request: EngineRequest, sample: Sample, reply: Any) -> dict[str,
 
 
 def _without_tokens(reply: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        **reply,
-        "text": "",
-        "meta_info": reply["meta_info"] | {"output_token_logprobs": [], "completion_tokens": 0},
-    }
+    of_tokens = (*OUTPUT_LISTS, "routed_experts")
+    meta = {key: value for key, value in reply["meta_info"].items() if key not in of_tokens}
+    return {**reply, "text": "", "meta_info": meta | {"output_token_logprobs": [], "completion_tokens": 0}}
 
 
 def append_reply(

@@ -17,6 +17,7 @@ from slime.data.sample import Sample, iter_samples
 from slime.rollout.arguments import RewardModelArgs
 from slime.rollout.base_types import Count
 from slime.rollout.collect import gather
+from slime.rollout.custom_generate import on_begin
 from slime.rollout.engine_request import eval_sampling_params, train_sampling_params
 from slime.rollout.eval_config import EvalDatasetConfig
 from slime.rollout.failures import FailureBudget, failed_reward, fresh_copy, give_up
@@ -82,9 +83,15 @@ async def evaluate(
         failures.check(group)
         count.add(len(group))
 
-    generate = functools.partial(generate_group, args)
+    def generate(config: EvalDatasetConfig) -> GenerateGroup:
+        # the set's reward, also if it is none: that of training must not take its place
+        own = {"custom_rm_path": config.custom_rm_path}
+        return functools.partial(
+            generate_group, args if own.items() <= vars(args).items() else with_values(args, **own)
+        )
+
     tasks = [
-        asyncio.create_task(_evaluate_set(config, dataset, of_training, generate, keys, on_finished))
+        asyncio.create_task(_evaluate_set(config, dataset, of_training, generate(config), keys, on_finished))
         for config, dataset in sets
     ]
     try:
@@ -149,8 +156,14 @@ def _patience_s(config: EvalDatasetConfig, num_remaining: int) -> float | None:
 async def _generate(
     config: EvalDatasetConfig, group: list[Any], params: dict[str, Any], generate: GenerateGroup, keys: Sequence[str]
 ) -> list[Any]:
-    """The scored group. After ``eval_task_timeout`` seconds its samples count as failed."""
-    limit = asyncio.timeout(config.eval_task_timeout)
+    """The scored group. ``eval_task_timeout`` seconds after it got a slot its samples count as failed."""
+    limit, seconds = asyncio.timeout(None), config.eval_task_timeout
+
+    def begin() -> None:
+        if seconds is not None and limit.when() is None:
+            limit.reschedule(asyncio.get_running_loop().time() + seconds)
+
+    on_begin.set(begin)  # of this task, and of those that it starts
     try:
         async with limit:
             return await generate(group, params, evaluation=True)

@@ -67,6 +67,11 @@ def fresh_copy(sample: Sample) -> Sample:
     return twin
 
 
+def fresh_group(group: Sequence[Any]) -> list[Any]:
+    """Fresh copies of the samples of a group. The rows of one execution stay one entry."""
+    return [fresh_copy(entry) if isinstance(entry, Sample) else fresh_group(entry) for entry in group]
+
+
 def _own_attrs(event: dict[str, Any]) -> dict[str, Any]:
     return {"attrs": dict(event["attrs"])} if "attrs" in event else {}
 

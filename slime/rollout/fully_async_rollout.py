@@ -27,12 +27,13 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
-from slime.data.sample import Sample, SampleGroup, iter_samples
+from slime.data.sample import SampleGroup, iter_samples
 from slime.data.schedule import record
 from slime.hooks.load import load_optional
 from slime.rollout.base_types import RolloutFnTrainOutput, complete_args
 from slime.rollout.collect import Drops, apply_filter, call_batch_hooks, first_index, log_sample
-from slime.rollout.failures import FailureBudget, fresh_copy, without_response
+from slime.rollout.custom_generate import is_cut
+from slime.rollout.failures import FailureBudget, fresh_group, without_response
 from slime.rollout.sglang_rollout import GenerateState, generate_and_rm_group
 from slime.utils.async_utils import call_in_thread, run
 from slime.utils.deadline import Deadline
@@ -206,7 +207,7 @@ class AsyncRolloutWorker:
             return False
         number, self._next = self._next, self._next + 1
         # Generation changes the group. A failed or stale group is drawn again from this copy.
-        self._prompts[number] = [fresh_copy(sample) for sample in iter_samples(groups[0])]
+        self._prompts[number] = fresh_group(groups[0])
         task = asyncio.create_task(
             generate_and_rm_group(self.args, groups[0], sampling_params=self.state.sampling_params.copy())
         )
@@ -228,7 +229,7 @@ class AsyncRolloutWorker:
         error = task.exception()
         if error is not None:
             self._on_failure(gid, error)
-        elif any(sample.status is Sample.Status.ABORTED for sample in iter_samples(task.result())):
+        elif any(map(is_cut, iter_samples(task.result()))):
             self._prompts.pop(gid, None)
             record("aborted", [task.result()])
             self._give_back(task.result())
@@ -308,7 +309,8 @@ async def _generate_rollout_async(args: Namespace, rollout_id: int, data_buffer:
                     metrics["rollout/stale_groups"] += 1
                     metrics["rollout/stale_tokens"] += sum(sample.response_length for sample in iter_samples(group))
                     # Without the tokens of old weights, or the group would be stale again.
-                    again = [without_response(sample) for sample in iter_samples(prompt)]
+                    # One sample per entry: the rows of one execution came from one sample.
+                    again = [without_response(next(iter_samples(entry))) for entry in prompt]
                     record("stale", [again])
                     await call_in_thread(worker.put_back, again)
                     worker.release(1)

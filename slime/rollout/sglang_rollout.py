@@ -41,6 +41,7 @@ from slime.rollout.custom_generate import (
     evaluates,
     generate_whole_group,
     is_ending,
+    on_begin,
     takes_group,
     until_finished,
 )
@@ -276,6 +277,7 @@ async def generate_and_rm(
         if is_ending(state):
             sample.status = Sample.Status.ABORTED
             return sample
+        on_begin.get()()
         with state.dp_rank_context():
             result = await _generate_one(args, state, sample, sampling_params, evaluation)
     scored: Sample | list[Sample] = await apply_rollout_sample_hooks(args, result, evaluation=evaluation)

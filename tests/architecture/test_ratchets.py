@@ -16,11 +16,11 @@ from tests.architecture.sources import ROOT, Module, modules
 # Name of a measure -> today's number. Measures in LEAST must not fall below it, all others must not exceed it.
 LIMITS: dict[str, float] = {
     "files": 383,
-    "lines": 76489,
+    "lines": 76625,
     "small files, %": 17.23,
     "functions that take args, %": 4.22,
     "writes to args": 0,
-    "getattr and hasattr per 1000 lines": 1.18,
+    "getattr and hasattr per 1000 lines": 1.17,
     "broad except per 1000 lines": 0.37,
     "comments per 1000 lines": 36,
     "modules imported by one file": 20,

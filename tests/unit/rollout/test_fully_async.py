@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import copy
 import threading
 from collections import Counter
 
 import pytest
 
 from slime.data.sample import Sample, iter_samples
-from slime.rollout import fully_async_rollout
+from slime.rollout import collect, fully_async_rollout
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.fully_async_rollout import AsyncRolloutWorker, generate_rollout_fully_async
 from slime.rollout.sglang_rollout import GenerateState
@@ -280,3 +282,90 @@ def test_a_schedule_that_cannot_be_written_ends_the_rollout_instead_of_losing_th
         worker.wait_completed(Deadline(60, "a group"))
     worker.stop()
     assert worker._active == set()
+
+
+def fan_out(args, sample, sampling_params):
+    """Two rows per execution, of the newest weights."""
+    rows = [copy.deepcopy(sample) for _ in range(2)]
+    for row in rows:
+        row.tokens, row.loss_mask, row.response_length = [1], [], 0
+        row.append_response_tokens(tokens=[7], log_probs=[-1.0], text="7", meta_info={})
+        row.status, row.weight_versions, row.reward = Sample.Status.COMPLETED, ["5"], 1.0
+    return rows
+
+
+class Nested(Locked):
+    """A source whose groups may hold the rows of an execution as one entry."""
+
+    def get_samples(self, count):
+        with self.lock:
+            groups = self.source.get_samples(count)
+            self.drawn += [next(iter_samples(group)).group_index for group in groups]
+            return groups
+
+
+def test_a_stale_group_with_the_rows_of_an_execution_is_generated_again_from_one_sample_per_entry(setup):
+    path = f"{__file__}:fan_out"
+    args, _ = setup(custom_generate_function_path=path, max_weight_staleness=2)
+    source = Nested(args)
+    # a sync aborted the second execution, and the first was complete, with two rows of old weights
+    (group,) = source.get_samples(1)
+    rows, other = fan_out(args, group[0], {}), group[1]
+    for row in rows:
+        row.weight_versions = ["0"]
+    other.status = Sample.Status.ABORTED
+    source.add_samples([[rows, other]])
+    found = []
+    for _ in range(4):
+        found += generate_rollout_fully_async(args, 5, source).samples
+    (again,) = [group for group in found if next(iter_samples(group)).group_index == 0]
+    assert [len(entry) for entry in again] == [2, 2]
+    assert {version for sample in iter_samples(again) for version in sample.weight_versions} == {"5"}
+
+
+def gives_up(args, sample, sampling_params):
+    sample.tokens = [1]
+    sample.response, sample.response_length, sample.loss_mask, sample.rollout_log_probs = "", 0, None, None
+    sample.append_response_tokens(tokens=[7], log_probs=[-1.0], text="7", meta_info={})
+    sample.reward, sample.remove_sample = 0.0, sample.index % 2 == 0
+    sample.status = Sample.Status.ABORTED if sample.remove_sample else Sample.Status.COMPLETED
+    return sample
+
+
+def test_a_sample_that_its_function_aborted_without_a_part_in_the_loss_ends_its_group(setup):
+    path, limits = f"{__file__}:gives_up", {"custom_generate_timeout": 3, "max_sample_retries": 0, "rm_timeout": 2}
+    args, source = setup(custom_generate_function_path=path, **limits)
+    samples = list(iter_samples(generate_rollout_fully_async(args, 0, source).samples))
+    assert [sample.status.value for sample in samples] == ["aborted", "completed"] * 2
+
+
+def test_a_left_over_group_keeps_the_rows_of_an_execution_as_one_entry(setup):
+    rows = [Sample(index=0, group_index=0, status=Sample.Status.COMPLETED, reward=1.0) for _ in range(2)]
+    other = Sample(index=1, group_index=0, status=Sample.Status.ABORTED)
+    pool = [[rows, other], [Sample(index=2, group_index=1), Sample(index=3, group_index=1)]]
+    tasks = []
+
+    def fetch(count):
+        return [pool.pop(0) for _ in range(min(2, len(pool)))]
+
+    async def generated(group):
+        await asyncio.sleep(1000 if isinstance(group[0], list) else 0)
+        return group
+
+    def submit(groups):
+        new = [asyncio.create_task(generated(group)) for group in groups]
+        tasks.extend(new)
+        return new
+
+    async def judge(group):
+        return collect.DynamicFilterOutput(keep=True)
+
+    async def stop():
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+    plan = collect.BatchPlan(target=1, group_size=2, chunk=2, label="x", keeps_responses=True)
+    found = asyncio.run(collect.collect(plan, fetch=fetch, submit=submit, judge=judge, stop=stop))
+    assert [len(entry) if isinstance(entry, list) else 1 for entry in found.left_over[0]] == [2, 1]
+    setup(n_samples_per_prompt=2)[1].add_samples(found.left_over)

@@ -12,10 +12,11 @@ import pytest
 from slime.batch.compile import compile_train_data
 from slime.batch.rewards import RewardArgs
 from slime.data.sample import Sample, iter_samples
-from slime.rollout import collect, custom_generate, sglang_rollout
+from slime.rollout import collect, custom_generate, evaluate, sglang_rollout
 from slime.rollout.arguments import GenerationArgs
+from slime.rollout.custom_generate import on_begin
 from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
-from slime.rollout.eval_config import build_eval_dataset_configs, build_eval_datasets
+from slime.rollout.eval_config import EvalDatasetConfig, build_eval_dataset_configs, build_eval_datasets
 from slime.rollout.sglang_rollout import (
     GenerateState,
     generate,
@@ -904,3 +905,67 @@ def test_a_state_and_a_loader_made_by_hand_are_enough(monkeypatch, setup):
     state.aborted = False
     state.tokenizer = SimpleNamespace(encode=lambda text, **kwargs: [1, 2])
     assert run(generate(args, Sample(prompt="12"), {"max_new_tokens": 8})).response == "7"
+
+
+async def counts_calls(args, sample, sampling_params):
+    args.calls.append(len(args.begun))
+    await asyncio.sleep(0)
+    sample.append_response_tokens(tokens=[9], log_probs=[-1.0])
+    return sample
+
+
+async def counts_calls_of_groups(args, samples, sampling_params):
+    return [await counts_calls(args, sample, sampling_params) for sample in samples]
+
+
+@pytest.mark.parametrize("name", ["counts_calls", "counts_calls_of_groups"])
+def test_the_time_of_an_evaluations_prompt_begins_with_its_slot(setup, tiny_task, monkeypatch, name):
+    def note(begin):
+        on_begin.set(lambda: (args.begun.append(1), begin()))
+
+    monkeypatch.setattr(evaluate, "on_begin", SimpleNamespace(set=note))
+    _, args = setup(custom_generate_function_path=here(name), custom_rm_path=here("reward_is_length"))
+    args.sglang_server_concurrency, args.calls, args.begun = 1, [], []
+    assert one_set(tiny_task, args, eval_task_timeout=600)["rewards"] == [1.0] * 6
+    assert args.calls == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_the_wait_for_a_slot_is_not_part_of_the_time_of_an_evaluations_prompt(hangs):
+    async def generate(group, params, *, evaluation):
+        await asyncio.sleep(0.2)  # the wait for a slot
+        on_begin.get()()
+        if hangs:
+            await asyncio.sleep(1000)
+        return group
+
+    config = EvalDatasetConfig(name="a", path="b", eval_task_timeout=0.1)
+    (sample,) = run(evaluate._generate(config, [Sample(index=0, reward=1.0)], {}, generate, [""]))
+    assert (sample.reward == 1.0) is not hangs
+
+
+@pytest.mark.parametrize("group_rm", [False, True])
+def test_an_evaluation_set_may_go_without_the_function_of_training(setup, tiny_task, group_rm):
+    _, args = setup(custom_rm_path=here("reward_is_length"), rm_type="math", group_rm=group_rm)
+    assert one_set(tiny_task, args, custom_rm_path=None)["rewards"] == [0.0] * 6  # no response has a box
+
+
+@pytest.mark.parametrize("key", ["routed_experts", "output_token_sampling_mask"])
+def test_dropped_tokens_of_an_abort_take_their_arrays_along(setup, key):
+    server, args = setup()
+    args.num_layers = args.moe_router_topk = 1
+    end = GenerateState(args).tokenizer.eos_token_id
+
+    def answer(payload, number):
+        reply = completion(payload, [5, end, 6], "abort", text="7<|im_end|>8")
+        arrays = {"routed_experts": [0] * (len(payload["input_ids"]) + 2)}
+        arrays["output_token_sampling_mask"] = [[5], [end], [6]]
+        reply["meta_info"] |= {key: arrays[key]}
+        if key != "routed_experts":
+            reply["meta_info"]["output_token_sampling_logprobs"] = [-0.5] * 3
+        return 200, reply
+
+    server.on_generate = answer
+    sample = Sample(prompt="1+1=")
+    run(generate(args, sample, {"max_new_tokens": 8}))
+    assert (sample.status.value, sample.response_length) == ("aborted", 0)
