@@ -60,6 +60,7 @@ class DataBuffer:
         self._outstanding: dict[Any, SampleGroup] = {}
         self._given_back: list[Any] = []
         self._next_group = self._next_sample = 0
+        self._source_counts = True
 
     def start(self) -> None:
         """Read the prompts and open the ledger."""
@@ -91,6 +92,7 @@ class DataBuffer:
         """Number the samples of a source that leaves ``group_index`` or ``index`` empty."""
         for group in groups:
             for sample in iter_samples(group):
+                self._source_counts &= None not in (sample.group_index, sample.index)
                 sample.group_index = self._next_group if sample.group_index is None else sample.group_index
                 # numbers of the source and of this buffer must not collide: continue above the largest one
                 sample.index = self._next_sample if sample.index is None else sample.index
@@ -164,9 +166,9 @@ class DataBuffer:
         if self._checkpoints.save is not None:
             # Otherwise a restart would lose the prompts of groups under way: the source has already passed them.
             save_groups(outstanding_path(self._checkpoints.save, rollout_id), list(self._outstanding.values()))
-            # Of a source that does not count, numbers must not repeat after a restart.
-            numbers = {"group": self._next_group, "sample": self._next_sample}
-            write_state(numbers_path(self._checkpoints.save, rollout_id), numbers)
+            if not self._source_counts:  # numbers must not repeat after a restart
+                numbers = {"group": self._next_group, "sample": self._next_sample}
+                write_state(numbers_path(self._checkpoints.save, rollout_id), numbers)
         self._record("saved", rollout_id, self._outstanding)
 
     def load(self, rollout_id: int | None) -> None:
