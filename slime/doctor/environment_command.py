@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import faulthandler
 import json
@@ -11,8 +10,8 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from slime.config.groups import json_object
 from slime.doctor import Finding, fail
 from slime.doctor.run import examine, exit_status, render, render_json
 from slime.utils.errors import kept, named
@@ -114,15 +113,9 @@ def _add_environment(parser: ArgumentParser) -> None:
     """Add the arguments that name an environment."""
     parser.add_argument("name", metavar="NAME", help="such as reasoning-gym:chain_sum, or my_module:MyEnvironment")
     parser.add_argument(
-        "--options", type=_options, default={}, metavar="JSON", help="keyword arguments of it, such as '{\"seed\": 1}'"
+        "--options",
+        type=json_object,
+        default={},
+        metavar="JSON",
+        help="keyword arguments of it, such as '{\"seed\": 1}'",
     )
-
-
-def _options(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise argparse.ArgumentTypeError(f"{text}: not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text}: give a JSON object")
-    return value
