@@ -98,7 +98,7 @@ def measure(prompts: int, engines: int, slots: int, flags: Sequence[str]) -> tup
     """(steps of the second rollout, steps after the end of 95 % of its samples), both ÷ the ideal time."""
     from slime.ray.arguments import parse_args
     from slime.rollout.data_source import RolloutDataSource
-    from slime.rollout.long_tail import tail_time
+    from slime.rollout.prompt_history import tail_time
     from slime.rollout.sglang_rollout import generate_rollout
     from slime.utils.http_utils import set_sender
     from tools.make_tiny_task import make_tiny_task

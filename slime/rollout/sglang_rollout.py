@@ -59,7 +59,7 @@ from slime.rollout.engine_request import (
 from slime.rollout.eval_config import EvalDatasetConfig
 from slime.rollout.evaluate import EVAL_PROMPT_DATASET, eval_prompts, evaluate
 from slime.rollout.failures import Attempts, is_given_up
-from slime.rollout.long_tail import LongTail
+from slime.rollout.prompt_history import DraftHistory, LongTail
 from slime.rollout.rm_hub.scoring import score, score_group
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks
 from slime.utils.async_utils import Slots, call_in_thread, run
@@ -83,7 +83,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-_TAIL = LongTail()
+_TAIL, _DRAFTS = LongTail(), DraftHistory()
 _prepare_prompt_ids = prepare_prompt_ids  # the name that plugins import
 
 
@@ -390,7 +390,7 @@ async def generate_rollout_async(
         collected = await collect.collect(
             plan,
             fetch=_TAIL.begin(data_source_get_samples, longest_first=args.rollout_longest_first),
-            submit=state.submit_generate_tasks,
+            submit=_DRAFTS.begin(args, state.submit_generate_tasks),
             judge=functools.partial(collect.apply_filter, dynamic_filter, args),
             stop=functools.partial(abort, args, rollout_id),
         )
@@ -398,6 +398,7 @@ async def generate_rollout_async(
     finally:
         state.reset()
     collected.metrics |= _TAIL.end(collected.all_groups)
+    _DRAFTS.end(collected.all_groups)
     collect.log_sample(next(iter_samples(collected.groups)), f"rollout {rollout_id}, first sample")
     owner = getattr(data_source_get_samples, "__self__", data_source_get_samples)
     await collect.call_batch_hooks(args, collected.groups, collected.all_groups, owner)

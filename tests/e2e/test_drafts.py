@@ -1,8 +1,11 @@
-"""Drafts from history on a CPU, in a real server: the tokens and log-probs are those without drafts."""
+"""Drafts from history on a CPU, in real servers: the tokens and log-probs are those without drafts."""
 
 from __future__ import annotations
 
+import asyncio
+from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from typing import Any
 
 import httpx
@@ -11,10 +14,43 @@ from transformers import AutoModelForCausalLM
 
 from slime.backends.sglang_utils.fork_server import ForkServer
 from slime.backends.sglang_utils.server_args import server_env
+from slime.data.sample import Sample
+from slime.rollout.prompt_history import DraftHistory
 from tests.e2e.engines import make_engine
+from tests.unit.rollout.fake_engine import FakeEngine
 
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11], [12, 13, 14, 15, 16]]
 NEW = 40
+
+
+def of_other_engine(engines: list[str], answers: list[list[int]]) -> None:
+    """What the rollout manager does in the next epoch: the engines get these responses before the prompts."""
+    groups = [
+        [
+            Sample(prompt=str(i), tokens=[*prompt, *tokens], response_length=NEW, status=Sample.Status.COMPLETED)
+            for tokens in answers[2 * i : 2 * i + 2]
+        ]
+        for i, prompt in enumerate(PROMPTS)
+    ]
+    router, history = FakeEngine(), DraftHistory()
+    router.workers = [{"url": url} for url in engines]
+    args = Namespace(
+        sglang_speculative_algorithm="NGRAM",
+        sglang_speculative_ngram_external_corpus_max_tokens=None,
+        sglang_router_ip="127.0.0.1",
+        sglang_router_port=router.port,
+    )
+
+    async def rollout() -> None:
+        history.begin(args, lambda groups: [])(groups)
+        if history._sending is not None:
+            await history._sending
+        history.end(groups)
+
+    with closing(router):
+        asyncio.run(rollout())  # learns the responses
+        asyncio.run(rollout())  # sends them
+    assert history.num_tokens, "no engine refused them"
 
 
 def epoch(url: str, seed: int, **sampling: Any) -> list[tuple[list[int], list[float], float]]:
@@ -37,9 +73,10 @@ def test_drafts_change_no_token_and_no_log_probability(tiny_task, tmp_path):
     flags = ["--speculative-algorithm", "NGRAM", "--enable-deterministic-inference"]
     model = AutoModelForCausalLM.from_pretrained(tiny_task.model, dtype=torch.float32)
     fork_server = ForkServer(tmp_path / "fork.log", server_env())
-    engine = make_engine(tiny_task, fork_server, tmp_path / "log", *flags)
+    engine, other_engine = (make_engine(tiny_task, fork_server, tmp_path / name, *flags) for name in ("log", "log2"))
     try:
         engine.start()
+        other_engine.start()
         for sampling in ({}, {"top_p": 0.9}):
             # A request with a bias is decoded by SGLang itself, without drafts. The prefill samples the first token.
             without = epoch(engine.url, seed=1, logit_bias={"5": 0.0}, **sampling)
@@ -47,6 +84,14 @@ def test_drafts_change_no_token_and_no_log_probability(tiny_task, tmp_path):
             drafted = epoch(engine.url, seed=1, **sampling)
             assert [tokens for tokens, _, _ in drafted] == [tokens for tokens, _, _ in without]
             assert min(length for _, _, length in drafted) > 3
+        # An engine that never saw the prompts drafts from the responses of the other one.
+        of_other_engine([other_engine.url], [tokens for tokens, _, _ in drafted])
+        elsewhere = epoch(other_engine.url, seed=1, **sampling)
+        assert [tokens for tokens, _, _ in elsewhere] == [tokens for tokens, _, _ in drafted]
+        assert min(length for _, _, length in elsewhere) > 3
+        texts = {"corpus_id": "texts", "documents": ["1 + 1 = 2", "2 + 2 = 4"]}
+        reply = httpx.post(f"{other_engine.url}/add_external_corpus", json=texts, timeout=600)
+        assert (reply.status_code, "an engine on a CPU accepts no texts" in reply.text) == (400, True)
         # other seeds: drafts are wrong
         other = epoch(engine.url, seed=3)
         assert [tokens for tokens, _, _ in epoch(engine.url, seed=3, logit_bias={"5": 0.0})] == [
@@ -58,4 +103,5 @@ def test_drafts_change_no_token_and_no_log_probability(tiny_task, tmp_path):
             assert (expected - torch.tensor(log_probs)).abs().max() < 1e-5
     finally:
         engine.stop()
+        other_engine.stop()
         fork_server.stop()

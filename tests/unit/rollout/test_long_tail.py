@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from slime.data.sample import Sample
-from slime.rollout import long_tail
-from slime.rollout.long_tail import LongTail, tail_time
+from slime.rollout import prompt_history
+from slime.rollout.prompt_history import LongTail, tail_time
 
 
 def group(prompt: str, *lengths: int) -> list[Sample]:
@@ -68,7 +68,7 @@ def test_the_tail_is_the_time_after_95_percent_of_the_samples(monkeypatch: pytes
     assert tail_time([*range(19), 60.0]) == 42.0
     assert tail_time([float(n) for n in reversed(range(100))]) == 5.0
     tail, now = LongTail(), iter([1.0, 2.0, 7.0])
-    monkeypatch.setattr(long_tail, "time", SimpleNamespace(monotonic=lambda: next(now)))
+    monkeypatch.setattr(prompt_history, "time", SimpleNamespace(monotonic=lambda: next(now)))
     tail.note_sample(counts=True)  # of an agent's server outside a rollout
     assert tail.end([]) == {}
     order(tail, "")

@@ -16,10 +16,11 @@ from types import SimpleNamespace
 import pytest
 
 from slime.backends.sglang_utils.cpu_platform.history import Cursor, History
-from slime.backends.sglang_utils.cpu_platform.hooks import keep_drafts, register
+from slime.backends.sglang_utils.cpu_platform.hooks import add_tokens, keep_drafts, load_at_once, register
 from slime.utils import accelerator
 
 PROMPT, OTHER = [7, 8], [8, 7]
+CORPUS = Path(__file__).with_name("gpu_corpus.py")
 
 
 def history_of(*responses: Sequence[int], prompt: Sequence[int] = PROMPT, most_tokens: int = 1000) -> History:
@@ -85,6 +86,12 @@ def test_the_newest_response_is_drafted() -> None:
     assert list(history.draft(history.begin(PROMPT), array("q", [1]), 7)) == [4, 5]
 
 
+def test_a_response_is_remembered_once() -> None:
+    history = history_of([1, 2, 3], [1, 4, 5], [1, 2, 3])
+    assert history.num_tokens == 6
+    assert list(history.draft(history.begin(PROMPT), array("q", [1]), 7)) == [2, 3], "and is the newest again"
+
+
 def test_a_sequence_whose_drafts_always_fail_gets_no_more() -> None:
     generator = random.Random(0)
     history = history_of([1, *(generator.choice([2, 3]) for _ in range(100))])
@@ -145,15 +152,29 @@ def test_an_engine_on_a_gpu_keeps_its_newest_drafts_at_a_weight_sync(mode: str, 
     assert found.stdout.splitlines()[-2:] == [f"newest {newest}", "oldest 2 0 0 0"], found.stderr
 
 
-def test_the_hook_of_a_gpu_is_called_before_sglang_forgets_the_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(shutil.which("g++") is None, reason="SGLang compiles its n-grams with g++")
+def test_all_ranks_of_an_engine_on_a_gpu_draft_from_earlier_responses_in_the_next_step() -> None:
+    found = subprocess.run([sys.executable, CORPUS], capture_output=True, text=True)
+    lines = found.stdout.splitlines()[-9:]
+    assert lines[0] == "SGLang's", found.stderr
+    assert lines[1].startswith("False 0 --sglang-speculative-ngram-external-sam-budget is 0, so no draft is taken")
+    assert lines[2] == "False 0 with deterministic inference the tokens of a seed depend on the drafts"
+    assert lines[3:5] == ["draft 10 11 12 13 0 0"] * 2
+    assert lines[5] == "True 1991 Loaded corpus 'slime' with 1991 tokens."
+    assert lines[-1].startswith("False 0 External corpus 'slime' already exists")
+
+
+def test_the_hooks_of_a_gpu_fit_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     monkeypatch.setattr(HookRegistry, "_hooks", type(HookRegistry._hooks)(list))
     monkeypatch.setattr(accelerator, "current", lambda: SimpleNamespace(is_cpu=False))
     register()
-    [(target, [(_, hook, _)])] = HookRegistry._hooks.items()
-    assert hook is keep_drafts
-    assert "self.draft_worker.clear_cache_pool()" in _source(target)
+    targets = {hook: target for target, [(_, hook, _)] in HookRegistry._hooks.items()}
+    assert set(targets) == {keep_drafts, add_tokens, load_at_once}
+    assert "self.draft_worker.clear_cache_pool()" in _source(targets[keep_drafts])
+    assert "self.add_external_corpus_communicator(obj)" in _source(targets[add_tokens])
+    assert "self._pending_load = (recv_req, thread)" in _source(targets[load_at_once])
 
 
 def _source(target: str) -> str:
@@ -164,4 +185,8 @@ def _source(target: str) -> str:
     assert spec.origin is not None
     text = Path(spec.origin).read_text("utf-8")
     [found] = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef) and node.name == owner]
-    return next(ast.unparse(node) for node in found.body if isinstance(node, ast.FunctionDef) and node.name == method)
+    return next(
+        ast.unparse(node)
+        for node in found.body
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == method
+    )

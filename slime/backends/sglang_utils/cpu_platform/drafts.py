@@ -19,6 +19,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import get_spec
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
+from sglang.srt.speculative.cpp_ngram.external_corpus import SEPARATOR_TOKEN
 from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
 
 from slime.backends.sglang_utils.cpu_platform.history import Cursor, History
@@ -95,6 +96,21 @@ class HistoryWorker(BaseSpecWorker):
 
     def clear_cache_pool(self) -> None:
         """Keep the history: responses of older weights are drafts as well, and are verified."""
+
+    def add_external_corpus(self, corpus_id: str, token_chunks: list[list[int]]) -> int:
+        """Remember responses of other engines (``slime/rollout/prompt_history.py``). Returns their number of tokens."""
+        prompts, responses = token_chunks[::2], token_chunks[1::2]
+        if len(prompts) != len(responses) or any(prompt[0] != SEPARATOR_TOKEN for prompt in prompts):
+            raise ValueError("an engine on a CPU accepts no texts as a corpus, only prompts and responses in turns")
+        for prompt, response in zip(prompts, responses, strict=True):
+            self._history.add(self._history.begin(prompt[1:]), response)
+        return sum(map(len, token_chunks))
+
+    def commit_corpus_load(self, *_: Any) -> None:
+        """Nothing to commit."""
+
+    def remove_external_corpus(self, corpus_id: str) -> None:
+        """Keep the responses: :class:`History` forgets the oldest."""
 
     def on_verify_complete_cpu(self, *_: Any, **__: Any) -> None:
         """Nothing to adapt: :class:`History` has the widths."""

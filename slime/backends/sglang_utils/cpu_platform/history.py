@@ -55,11 +55,15 @@ class History:
         return Cursor(blake2b(array("i", prompt).tobytes(), digest_size=16).digest())
 
     def add(self, cursor: Cursor, response: Sequence[int]) -> None:
-        """Remember the response of a finished sequence."""
+        """Remember the response of a finished sequence, once."""
         found = self._prompts.setdefault(cursor.key, [])
         self._prompts.move_to_end(cursor.key)
-        found.insert(0, array("i", response))
-        self.num_tokens += len(response)
+        new = array("i", response)
+        if new in found:
+            found.remove(new)
+            self.num_tokens -= len(new)
+        found.insert(0, new)
+        self.num_tokens += len(new)
         if len(found) > _MOST_PER_PROMPT:
             self.num_tokens -= len(found.pop())
         while self.num_tokens > self.most_tokens:

@@ -14,9 +14,17 @@ _NAP_MS = 20
 
 
 def register() -> None:
-    """Install the hooks of this device. All but one are for a CPU."""
+    """Install the hooks of this device."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    HookRegistry.register(
+        "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.add_external_corpus",
+        add_tokens,
+        HookType.AROUND,
+    )
+    HookRegistry.register(
+        "sglang.srt.speculative.external_corpus_manager.ExternalCorpusManager.add", load_at_once, HookType.AFTER
+    )
     if not accelerator.current().is_cpu:
         # Every weight sync flushes the caches, and SGLang 0.5.23 forgets its n-grams then.
         HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.flush_cache", keep_drafts, HookType.BEFORE)
@@ -44,6 +52,49 @@ def keep_drafts(scheduler: Any, *_: Any, **__: Any) -> None:
     """
     if scheduler.spec_algorithm.is_ngram() and not scheduler.server_args.enable_deterministic_inference:
         scheduler.draft_worker.clear_cache_pool = lambda: None
+
+
+async def add_tokens(original: Callable[..., Any], manager: Any, request: Any) -> Any:
+    """Accept a corpus of token ids (``slime/rollout/prompt_history.py``).
+
+    SGLang 0.5.23 accepts texts alone. Their tokens may differ from those that were sampled, and to find them would hold
+    up the replies to all requests.
+    """
+    from sglang.srt.managers.io_struct import AddExternalCorpusReqOutput
+    from sglang.srt.runtime_context import get_spec
+
+    spec = get_spec()
+    if request.token_chunks is None or spec.speculative_algorithm != "NGRAM":
+        return await original(manager, request)
+    if reason := _refusal(spec, manager.server_args):
+        return AddExternalCorpusReqOutput(success=False, message=reason)
+    manager.auto_create_handle_loop()
+    replies = await manager.add_external_corpus_communicator(request)
+    return next((reply for reply in replies if not reply.success), replies[0])
+
+
+def _refusal(spec: Any, server_args: Any) -> str:
+    if accelerator.current().is_cpu:
+        return ""
+    if server_args.enable_deterministic_inference:
+        return "with deterministic inference the tokens of a seed depend on the drafts"
+    if not spec.speculative_ngram_external_sam_budget:
+        return (
+            "--sglang-speculative-ngram-external-sam-budget is 0, so no draft is taken from them. Set it to a part of "
+            f"--sglang-speculative-num-draft-tokens ({spec.speculative_num_draft_tokens})"
+        )
+    return ""
+
+
+def load_at_once(result: Any, manager: Any, *_: Any, **__: Any) -> None:
+    """Wait for the thread that loads a corpus.
+
+    SGLang 0.5.23 uses a corpus as soon as its thread is ready. The ranks of a tensor-parallel engine would verify
+    different drafts of one batch. They receive the request in the same step, so after the wait all have the corpus.
+    """
+    if manager._pending_load is not None:
+        manager._pending_load[1].join()
+        manager.check_pending_load()
 
 
 def _create_memory_saver(original: Callable[..., Any], enable: bool) -> Any:
