@@ -144,10 +144,11 @@ class DraftHistory:
 
     def begin(self, args: Namespace, submit: Submit) -> Submit:
         """Begin a rollout. Returns ``submit``, which also sends the earlier responses to the groups, in a thread."""
-        self._is_used = args.sglang_speculative_algorithm == "NGRAM" and not self._refusal
+        flags = vars(args)  # those of a user's test lack the engine's
+        self._is_used = flags.get("sglang_speculative_algorithm") == "NGRAM" and not self._refusal
         self._keys = []
         router = f"http://{args.sglang_router_ip}:{args.sglang_router_port}"
-        room = min(_MOST_SENT, args.sglang_speculative_ngram_external_corpus_max_tokens or _MOST_SENT)
+        room = min(_MOST_SENT, flags.get("sglang_speculative_ngram_external_corpus_max_tokens") or _MOST_SENT)
 
         def send_and_submit(groups: list[Any]) -> list[asyncio.Task[Any]]:
             self._keys += [prompt_key(next(iter_samples(group))) for group in groups]
