@@ -330,6 +330,8 @@ def append_reply(
     sample.append_response_tokens(
         args, tokens=tokens, log_probs=log_probs, text=reply["text"], meta_info=meta, update_terminal_info=is_finished
     )
+    if not is_finished and tokens and "weight_version" in meta:
+        sample.weight_versions.append(meta["weight_version"])
     if args.deterministic_mode:
         note_part(sample, meta.get("weight_version"))
     if not args.keep_stop_token_text:
