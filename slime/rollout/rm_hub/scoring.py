@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import json
 import math
 import random
 from argparse import Namespace
@@ -202,13 +203,20 @@ async def remote_rm(args: Any, sample: Sample, max_retries: int = 10) -> Any:
     """The JSON reply of the service at ``--rm-url`` to prompt, response and label: a number or a dict.
 
     Raises:
-        ScoringError: the service refused this sample (4xx).
+        ScoringError: the service refused this sample (4xx), or prompt or label have no JSON.
         EngineError, DeadlineExceeded: it does not answer, which concerns every sample.
     """
     complete_args(args)
     if not args.rm_url:
         raise DataError("--rm-type remote_rm needs --rm-url, the address of the service")
     payload = {"prompt": sample.prompt, "response": sample.response, "label": sample.label}
+    try:
+        json.dumps(payload)
+    except (TypeError, ValueError) as error:
+        raise ScoringError(
+            f"--rm-type remote_rm on sample {sample.index}: prompt or label cannot be sent as JSON: {error}. "
+            "Convert the column of --label-key to text or numbers"
+        ) from error
     try:
         timeout_s = max(_REMOTE_TIMEOUT_S, args.rm_timeout)
         return await post(args.rm_url, payload, max_retries=max_retries, timeout_s=timeout_s)

@@ -258,6 +258,13 @@ def test_a_sample_that_a_remote_service_refuses_fails_alone(engine):
     assert len(server.requests) == 1
 
 
+def test_a_label_that_has_no_json_fails_its_sample_alone(engine):
+    server = engine(lambda payload, number: (200, 1))
+    with pytest.raises(ScoringError, match=r"remote_rm on sample 3: prompt or label cannot be sent as JSON.*bytes"):
+        score(rm_args(rm_type="remote_rm", rm_url=f"{server.url}/score"), Sample(index=3, label=b"2"))
+    assert server.requests == []
+
+
 # --- math
 
 
