@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from slime.algorithms.estimators import find_estimator
+from slime.algorithms.estimators import Estimator, find_estimator
 from slime.config import notices
 from slime.config.groups import flag_of
 from slime.utils import accelerator
@@ -66,6 +66,8 @@ def unread(args: Namespace) -> None:
             "--use-tis or --get-mismatch-metrics",
         ),
         ("custom_loss_function_path", args.loss_type == "custom_loss", "--loss-type custom_loss"),
+        ("eps_clip_c", estimator.surrogate == Estimator.surrogate, "an --advantage-estimator with PPO's surrogate"),
+        ("gamma", not estimator.credit.endswith(":group_relative"), "an --advantage-estimator that discounts rewards"),
         ("num_critic_only_steps value_clip lambd", estimator.needs_critic, "an --advantage-estimator with a critic"),
     )
     for names, is_on, switch in needed:

@@ -455,6 +455,8 @@ def test_29_without_engines_nothing_shares_the_devices_of_the_trainer(command: T
         ("--tis-clip 3", "--tis-clip", "--use-tis or --get-mismatch-metrics"),
         ("--opd-kl-coef 0.5", "--opd-kl-coef", "--use-opd"),
         ("--num-critic-only-steps 2", "--num-critic-only-steps", "an --advantage-estimator with a critic"),
+        ("--eps-clip-c 3 --advantage-estimator cispo", "--eps-clip-c", "an --advantage-estimator with PPO's surrogate"),
+        ("--gamma 0.9", "--gamma", "an --advantage-estimator that discounts rewards"),
         ("--custom-tis-function-path {tis}", "--custom-tis-function-path", "--use-tis or --get-mismatch-metrics"),
         ("--custom-loss-function-path {loss}", "--custom-loss-function-path", "--loss-type custom_loss"),
     ],
