@@ -269,6 +269,9 @@ class BaseAdapter(Dialect):
                 return refusal
             session = self.store.get(sid) or Session()
             dialect = self._dialect(request, session)
+            offered = body.get("tools") or []
+            if not isinstance(offered, list) or not all(isinstance(tool, dict) for tool in offered):
+                raise ValueError("tools must be a list of objects")
             messages, tools = dialect._translate(body)
         except ValueError as error:  # json.JSONDecodeError is one
             return error_reply(400, "invalid_request_error", str(error))

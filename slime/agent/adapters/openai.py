@@ -60,7 +60,7 @@ class Responses(Dialect):
 
     def _translate(self, body: dict[str, Any]) -> tuple[list[Message], list[dict[str, Any]] | None]:
         previous = body.get("previous_response_id")
-        if previous and previous not in self._responses:
+        if previous and (not isinstance(previous, str) or previous not in self._responses):
             raise ValueError(f"previous_response_id {previous!r} is not a response of this session")
         # Without instructions: those of a request replace the earlier ones.
         self._conversation = list(self._responses[previous]) if previous else []

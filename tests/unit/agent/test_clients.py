@@ -112,6 +112,9 @@ def test_a_response_that_was_cut_off_is_incomplete_whole_and_as_a_stream(make):
     ("request_of", "problem"),
     [
         ({"input": "q", "previous_response_id": "resp_x"}, "'resp_x' is not a response of this session"),
+        ({"input": "q", "previous_response_id": ["resp_x"]}, r"\['resp_x'\] is not a response of this session"),
+        ({"input": "q", "tools": [1]}, "tools must be a list of objects"),
+        ({"input": "q", "tools": "search"}, "tools must be a list of objects"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "an item of type 'item_reference'"),
         ({"input": [{"role": "critic", "content": "x"}]}, "role 'critic'"),
         ({}, "input must be a text or a list of items"),
