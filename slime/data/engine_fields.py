@@ -29,6 +29,9 @@ _RENORMALISED = "output_token_sampling_logprobs"
 OUTPUT_LISTS = ("output_token_logprobs", SAMPLING_MASK, _RENORMALISED)
 """Lists of ``meta_info`` that have an entry for each token of an output."""
 
+PAST_THE_ROUTER = frozenset({"return_routed_experts", "return_sampling_mask"})
+"""Fields of requests that the router drops (``slime.rollout.direct_engines``)."""
+
 REPLAY_TOP_K = 4000
 """``top_k`` of requests that cut by top-p alone: SGLang returns sets of a bounded size only (its
 ``--sampling-mask-max-tokens``, 4096). The cut of the rare larger nucleus is replayed like any other."""

@@ -24,6 +24,7 @@ from typing import Any
 from slime.data.sample import Sample, SampleGroup, as_groups, iter_samples
 from slime.data.schedule import record
 from slime.hooks.load import load_function
+from slime.rollout.balance import keep_balanced
 from slime.rollout.base_types import Count
 from slime.rollout.engine_request import EngineRequest, abort
 from slime.rollout.failures import FailureBudget, fresh_copy, fresh_group
@@ -179,7 +180,14 @@ async def apply_filter(dynamic_filter: Callable[..., Any] | None, args: Any, gro
 
 
 async def collect(
-    plan: BatchPlan, *, fetch: Fetch, submit: Submit, judge: Judge, stop: Callable[[], Awaitable[Any]]
+    plan: BatchPlan,
+    *,
+    fetch: Fetch,
+    submit: Submit,
+    judge: Judge,
+    stop: Callable[[], Awaitable[Any]],
+    workers_url: str = "",
+    requests: Collection[EngineRequest] = (),
 ) -> Collected:
     """Run groups until ``plan.target`` of them are accepted.
 
@@ -188,6 +196,8 @@ async def collect(
         submit: starts one task per group. The result of a task is the finished group.
         judge: the dynamic filter.
         stop: aborts everything that still runs. Called once, also after an error.
+        workers_url: route of the router that lists the engines.
+        requests: those under way, which may move from one engine to another (:mod:`slime.rollout.balance`).
 
     Raises:
         DataError: no prompts, wrong group sizes, a filter that drops everything, too many failed samples. Also the
@@ -198,6 +208,7 @@ async def collect(
     failures = FailureBudget(plan.max_failed_share, plan.target * plan.group_size)
     progress = _Progress()
     count = Count(plan.target, "groups")
+    balancing = asyncio.create_task(keep_balanced(workers_url, requests)) if workers_url else None
     try:
         while len(result.groups) < plan.target:
             # Groups under way count as if they were accepted, so less than one chunk too many is under way.
@@ -217,6 +228,8 @@ async def collect(
                 count.add()
     finally:
         count.close()
+        if balancing is not None:
+            balancing.cancel()
         # Also after an error: requests that still run would occupy the engines during the next call.
         await stop()
     unfinished = [_unfinished(task, prompt, plan.keeps_responses) for task, prompt in progress.prompts.items()]

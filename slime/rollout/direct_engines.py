@@ -25,9 +25,6 @@ from slime.utils.async_utils import call_in_thread
 from slime.utils.errors import EngineError
 from slime.utils.http_utils import get
 
-PAST_THE_ROUTER = frozenset({"return_routed_experts", "return_sampling_mask"})
-"""Fields of requests that the router drops."""
-
 # Requests reuse the router's list of engines for this time.
 _LIST_AGE_S = 2.0
 _LIST_TIMEOUT_S = 10.0

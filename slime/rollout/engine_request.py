@@ -12,7 +12,7 @@ import logging
 import math
 from argparse import Namespace
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -20,6 +20,7 @@ from uuid import uuid4
 from slime.data.engine_fields import (
     LACKS_SETS,
     OUTPUT_LISTS,
+    PAST_THE_ROUTER,
     REPLAY_TOP_K,
     adapter_fields,
     cuts_vocabulary,
@@ -36,7 +37,6 @@ from slime.data.media import (
 from slime.data.sample import Sample, iter_samples
 from slime.data.schedule import note_part
 from slime.observability.trace_utils import trace_headers
-from slime.rollout.direct_engines import PAST_THE_ROUTER
 from slime.rollout.eval_config import EvalDatasetConfig
 from slime.utils.errors import DataError, DeadlineExceeded, EngineError
 from slime.utils.http_utils import Url, get, post
@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 _RETRIES = 8  # with the pauses of http_utils about 20 s, then the engines count as dead
 _LONGEST_PAUSE_S = 5.0  # of http_utils, seconds between two attempts
-_ABORT_TIMEOUT_S = 5.0
+ABORT_TIMEOUT_S = 5.0
 # Concurrent abort requests: each id goes to every engine, because the router does not show which engine has it.
 _MOST_ABORTS = 64
 _IS_COPY = "Duplicate request ID"  # SGLang's refusal of an id that it already runs
@@ -58,6 +58,7 @@ class EngineRequest:
     Attributes:
         rids: the ids of its attempts.
         workers_url: route of the router that lists the engines.
+        session_id: of the sample, if the request is sent again after an abort (:mod:`slime.rollout.balance`).
     """
 
     url: Url
@@ -65,6 +66,7 @@ class EngineRequest:
     headers: dict[str, str] | None
     rids: list[str] = field(default_factory=list)
     workers_url: str = ""
+    session_id: str = ""
 
     @property
     def goes_past_the_router(self) -> bool:
@@ -106,14 +108,18 @@ async def abort(workers_url: str, bodies: Sequence[dict[str, Any]]) -> None:
 
     async def tell(url: str, body: dict[str, Any]) -> None:
         async with slots:
-            # Without a second attempt: callers do without those that do not arrive.
-            await post(f"{url}/abort_request", body, max_retries=0, timeout_s=_ABORT_TIMEOUT_S)
+            await abort_at(url, body)
 
     try:
-        urls = [worker["url"] for worker in (await get(workers_url, timeout_s=_ABORT_TIMEOUT_S))["workers"]]
+        urls = [worker["url"] for worker in (await get(workers_url, timeout_s=ABORT_TIMEOUT_S))["workers"]]
     except (KeyError, TypeError) as error:
         raise EngineError(f"GET {workers_url} did not list engines: {error!r}") from error
     await asyncio.gather(*(tell(url, body) for url in urls for body in bodies))
+
+
+async def abort_at(engine_url: str, body: dict[str, Any]) -> None:
+    """Send ``body`` to ``/abort_request`` of one engine. One attempt: callers do without those that do not arrive."""
+    await post(f"{engine_url}/abort_request", body, max_retries=0, timeout_s=ABORT_TIMEOUT_S)
 
 
 def send_options(args: Any, request: EngineRequest, sample: Sample) -> dict[str, Any]:
@@ -243,7 +249,10 @@ def build_request(
     if sample.session_id and args.router_policy == "consistent_hashing":
         headers = {"X-SMG-Routing-Key": sample.session_id}
     router = f"http://{args.sglang_router_ip}:{args.sglang_router_port}"
-    return EngineRequest(f"{router}/generate", payload, headers, workers_url=f"{router}/workers")
+    request = EngineRequest(f"{router}/generate", payload, headers, workers_url=f"{router}/workers")
+    # A user's generate function may end with a request that was aborted.
+    has_function = args.custom_generate_function_path or sample.generate_function_path
+    return request if has_function else replace(request, session_id=sample.session_id or "")
 
 
 def response_room(max_context_len: int | None, sample: Sample, num_tokens: int, max_new_tokens: int) -> int:

@@ -115,7 +115,7 @@ class GenerateState(metaclass=SingletonMeta):
         self.requeues_aborted = False
         # During an evaluation the end of a rollout aborts only the requests in ``training``.
         self.num_evaluations = 0
-        self.training: set[EngineRequest] = set()
+        self.training: dict[EngineRequest, None] = {}  # in the order in which they were sent
         self.reset()
 
     @functools.cached_property
@@ -139,11 +139,11 @@ class GenerateState(metaclass=SingletonMeta):
     def waiting_for(self, request: EngineRequest) -> Iterator[None]:
         """Let the end of the rollout abort the request during the block, unless it belongs to an evaluation."""
         if not evaluates.get():
-            self.training.add(request)
+            self.training[request] = None
         try:
             yield
         finally:
-            self.training.discard(request)
+            self.training.pop(request, None)
 
     def grow(self) -> None:
         """Let more samples run at the same time if engines have joined."""
@@ -393,6 +393,8 @@ async def generate_rollout_async(
             submit=_DRAFTS.begin(args, state.submit_generate_tasks),
             judge=functools.partial(collect.apply_filter, dynamic_filter, args),
             stop=functools.partial(abort, args, rollout_id),
+            workers_url=get_model_url(args, "default", "/workers"),
+            requests=state.training,
         )
         collect.note_start(collected.left_over, rollout_id)
     finally:

@@ -15,8 +15,8 @@ from tests.architecture.sources import ROOT, Module, modules
 
 # Name of a measure -> today's number. Measures in LEAST must not fall below it, all others must not exceed it.
 LIMITS: dict[str, float] = {
-    "files": 383,
-    "lines": 76860,
+    "files": 384,
+    "lines": 76980,
     "small files, %": 17.23,
     "functions that take args, %": 4.22,
     "writes to args": 0,

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Protocol
 from slime.agent.trajectory import Message, TurnRecord
 from slime.data.engine_fields import (
     LACKS_SETS,
+    PAST_THE_ROUTER,
     REPLAY_TOP_K,
     adapter_fields,
     cuts_vocabulary,
@@ -18,14 +19,13 @@ from slime.data.engine_fields import (
     sampled_tokens,
 )
 from slime.observability.trace_utils import TraceHandle, trace_headers, trace_span
-from slime.rollout.direct_engines import PAST_THE_ROUTER, DirectEngines, EngineChoice, with_packed_experts
-from slime.rollout.engine_request import EngineRequest, send
+from slime.rollout.direct_engines import DirectEngines, EngineChoice, with_packed_experts
+from slime.rollout.engine_request import EngineRequest, abort_at, send
 from slime.utils.errors import EngineError
 from slime.utils.http_utils import post
 
 DEFAULT_SID = "default"
 DEFAULT_MAX_NEW_TOKENS = 4096
-_ABORT_TIMEOUT_S = 5.0
 _LOG_PROB_KEYS = ("output_token_logprobs", "output_token_sampling_logprobs", "input_token_logprobs")
 _CUTS = ("top_p", "top_k")
 _CLIENT_SAMPLING_KEYS = ("temperature", *_CUTS)
@@ -198,4 +198,4 @@ async def _abort(url: str, rid: str) -> None:
     """Abort a request, without errors."""
     # A router has no such route. An engine drops the requests of closed connections anyway.
     with contextlib.suppress(EngineError, TimeoutError, RuntimeError):
-        await post(f"{url}/abort_request", {"rid": rid}, max_retries=0, timeout_s=_ABORT_TIMEOUT_S)
+        await abort_at(url, {"rid": rid})
