@@ -8,6 +8,7 @@ that both change together. Its figures are the largest differences of the run th
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Sequence
@@ -64,8 +65,14 @@ def verify(
     row = Row(what, against, text, f"{largest:.0e}" if largest else "0", test)
     _seen[key] = row, largest
     if os.environ.get("SLIME_WRITE_TABLES") != "1":
-        written = {(r.what, r.against): r.tolerance for r in rows_of_page()}
-        assert written.get(key) == text, f"{PAGE} lacks or contradicts {row}: run SLIME_WRITE_TABLES=1 pytest {test}"
+        assert _tolerances().get(key) == text, (
+            f"{PAGE} lacks or contradicts {row}: run SLIME_WRITE_TABLES=1 pytest {test}"
+        )
+
+
+@functools.cache
+def _tolerances() -> dict[tuple[str, str], str]:
+    return {(row.what, row.against): row.tolerance for row in rows_of_page()}
 
 
 def _difference(ours: Any, theirs: Any, scale: Scale) -> float:

@@ -210,15 +210,18 @@ OLD = [({}, False), ({}, True), ({"use_rollout_logprobs": True}, False), ({"true
 
 
 def cases(estimator: str, per_token: bool) -> Iterator[Case]:
-    """All valid combinations. The entropy bonus and OPSM are switched with the rest."""
-    product = itertools.product(CLIPS, KLS, CORRECTIONS, OLD)
-    for number, (clip, kl, (correction, correct), (old, is_reused)) in enumerate(product):
-        if old and correct.get("use_tis"):
-            continue  # refused on the command line
+    """All valid combinations of clip, correction and old log-probs, and every kind of KL with each of their values.
+
+    The KL is a term of its own. The entropy bonus and OPSM are switched with the rest.
+    """
+    product = itertools.product(enumerate(CLIPS), CORRECTIONS, OLD)
+    valid = (each for each in product if not (each[2][0] and each[1][1].get("use_tis")))  # the command line refuses it
+    for number, ((shift, clip), (correction, correct), (old, is_reused)) in enumerate(valid):
+        kl = KLS[(number + 3 * shift) % len(KLS)]
         settings = AlgorithmArgs(
             advantage_estimator=estimator,
             calculate_per_token_loss=per_token,
-            entropy_coef=(0.0, 0.01)[number % 2],
+            entropy_coef=(0.0, 0.01)[number // len(OLD) % 2],
             use_opsm=number % 3 == 0,
             opsm_delta=0.05,
             **clip,
