@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import multiprocessing
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,14 +20,18 @@ def run_ranks(function: str, directory: Path, inputs: Any) -> list[Any]:
     """The result of ``function(rank, inputs)`` on each rank. ``directory`` is empty, or does not exist."""
     directory.mkdir(exist_ok=True)
     torch.save(inputs, directory / "inputs")
-    command = [sys.executable, __file__, function, str(directory)]
-    ranks = [subprocess.Popen([*command, str(rank)]) for rank in range(SIZE)]
+    fork = multiprocessing.get_context("fork")  # of this process, which has imported torch
+    ranks = [fork.Process(target=_main, args=(function, directory, rank)) for rank in range(SIZE)]
     try:
-        assert [process.wait() for process in ranks] == [0] * SIZE
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join()
     finally:
         for process in ranks:
             process.kill()
-            process.wait()
+            process.join()
+    assert [process.exitcode for process in ranks] == [0] * SIZE
     return [torch.load(directory / f"{rank}.pt", weights_only=True) for rank in range(SIZE)]
 
 
@@ -63,12 +66,9 @@ def kept(case: dict[str, Any], rank: int) -> torch.Tensor | SamplingMask | None:
     return case["keep"].chunk(SIZE, dim=1)[rank]
 
 
-def main(function: str, directory: Path, rank: int) -> None:
+def _main(function: str, directory: Path, rank: int) -> None:
+    torch.set_num_threads(1)  # the threads of OpenMP are not in a fork
     where, limit = f"file://{directory / 'rendezvous'}", timedelta(seconds=60)
     dist.init_process_group("gloo", init_method=where, rank=rank, world_size=SIZE, timeout=limit)
     torch.save(globals()[function](rank, torch.load(directory / "inputs", weights_only=True)), directory / f"{rank}.pt")
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))
