@@ -49,6 +49,10 @@ def launch_server(argv):
 
 @pytest.fixture
 def stand_in(tmp_path: Path) -> Path:
+    return make_stand_in(tmp_path)
+
+
+def make_stand_in(folder: Path) -> Path:
     """A package named sglang with as much of it as the process touches."""
     files = {
         **dict.fromkeys(("../__init__.py", "__init__.py", "entrypoints/__init__.py", "model_executor/__init__.py"), ""),
@@ -64,14 +68,15 @@ def stand_in(tmp_path: Path) -> Path:
     for module, name in re.findall(r"from sglang\.srt\.models\.(\w+) import (\w+)", supported.read_text()):
         files[f"models/{module}.py"] = f"class {name}: ...\n"
     for name, text in files.items():
-        path = tmp_path / "sglang" / "srt" / name
+        path = folder / "sglang" / "srt" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    return tmp_path
+    return folder
 
 
-@pytest.fixture
-def server(stand_in: Path) -> Iterator[ForkServer]:
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
+    stand_in = make_stand_in(tmp_path_factory.mktemp("server"))
     running = ForkServer(stand_in / "log", {"PYTHONPATH": str(stand_in)})
     yield running
     running.stop()
