@@ -331,13 +331,13 @@ def _grade_with_every_rule(response: str, label: str) -> list[Any]:
 
 
 @pytest.mark.timeout(1200)  # 20 s of CPU time, and as many waits for another process as there are hostile answers
-def test_ten_thousand_hostile_answers_cost_bounded_time_and_memory_and_right_answers_stay_right(
+def test_thousands_of_hostile_answers_cost_bounded_time_and_memory_and_right_answers_stay_right(
     fresh_pool: None, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(grader_pool, "_MAX_CPU_S", 1.0)
     rng = random.Random(12)
     slowest, most_bytes = 0.0, 0
-    for number in range(10_000):
+    for number in range(2_500):
         if number % 10 == 0:
             given, label = rng.choice(_RIGHT)
             assert grade_answer_verl(rf"\boxed{{{_hostile(rng)}}} so \boxed{{{given}}}", label), (given, label)
@@ -349,7 +349,7 @@ def test_ten_thousand_hostile_answers_cost_bounded_time_and_memory_and_right_ans
         rewards = _grade_with_every_rule(response, "7")
         slowest = max(slowest, time.thread_time() - started)
         assert all(-1 <= reward <= 1 for reward in rewards)
-        if number % 500 == 1:
+        if number % 125 == 1:
             most_bytes = max(most_bytes, *(fork.memory_info().rss for fork in pool_processes()))
             assert grade_math_verify(response, "7") in (0.0, 1.0)
     assert slowest < 0.5
