@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ import pytest
 
 from benchmarks import trl_step
 from benchmarks.many_engines import table
+from tests.programs import run_program
 from tools.make_tiny_task import make_tiny_task
 
 ROOT = Path(__file__).parents[3]
@@ -20,8 +19,7 @@ ROOT = Path(__file__).parents[3]
 
 def result_of(*words: str) -> dict[str, Any]:
     """The first line of the output of a benchmark."""
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, *words], env=env, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = run_program(*words)
     assert done.returncode == 0, done.stderr[-2000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[0])
     return found
@@ -73,6 +71,6 @@ def test_our_side_makes_a_step_of_the_samples_that_trl_gets(tmp_path: Path) -> N
 
 
 def test_a_side_that_ends_is_an_error(tmp_path: Path) -> None:
-    side = trl_step.Side(sys.executable, "ours", {"model": str(tmp_path)})
+    side = trl_step.Side("false", "ours", {"model": str(tmp_path)})
     with pytest.raises((SystemExit, BrokenPipeError)):
         side.step()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -26,6 +25,7 @@ from slime.data.sample import Sample
 from slime.observability.run_info import write_run_info
 from slime.observability.sample_record import read_rows, record_file, record_rollout, record_training, sample_of_row
 from tests.doc_commands import ROOT, blocks, make_model
+from tests.programs import run_program
 from tools.hub_configs import hub_config
 from tools.make_presets import load_presets
 from tools.make_tiny_task import ModelShape, TinyTask
@@ -158,7 +158,7 @@ def _in_four_bits(source: Path, path: Path) -> None:
 
 
 def _tool(name: str, *flags: object) -> None:
-    subprocess.run([sys.executable, ROOT / "tools" / name, *map(str, flags)], check=True)
+    run_program(ROOT / "tools" / name, *flags).check_returncode()
 
 
 WEIGHTS: dict[str, Callable[[Path, Path], None]] = {

@@ -12,14 +12,9 @@ import importlib.util
 import json
 import os
 import re
-import runpy
 import shlex
-import sys
-import traceback
-from collections.abc import Callable, Sequence
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
 
 import pytest
 import yaml
@@ -32,6 +27,7 @@ from slime.observability.metric_table import describe
 from slime.ray.arguments import GROUPS, parse_only
 from tests.doc_commands import PAGES as ALL_PAGES
 from tests.doc_commands import ROOT, blocks, census, commands_of_page, make_model
+from tests.programs import run_program
 from tests.unit.docs.readers_place import add_missing_flags
 from tests.unit.scripts.bash_arrays import model_words
 
@@ -148,36 +144,10 @@ def problems_of_slime(words: list[str], line: str, place: Path) -> list[str]:
 
 @functools.cache
 def help_of(*program: str) -> str:
-    """The output of a program with --help, in a fork of this process, which has imported most modules."""
-    read_end, write_end = os.pipe()
-    if (pid := os.fork()) == 0:
-        print_help(program, write_end)
-    os.close(write_end)
-    with open(read_end, encoding="utf-8") as output:
-        text = output.read()
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, text
-    return text
-
-
-def print_help(program: Sequence[str], descriptor: int) -> NoReturn:
-    """Run the program in this process, which ends."""
-    status = 1
-    os.environ["COLUMNS"] = "200"
-    with open(descriptor, "w", encoding="utf-8") as output, redirect_stdout(output), redirect_stderr(output):
-        try:
-            os.chdir(ROOT)
-            sys.path.insert(0, str(ROOT))
-            sys.argv = [*program, "--help"]
-            if program[0] == "-m":
-                sys.argv = sys.argv[1:]
-                runpy.run_module(program[1], run_name="__main__", alter_sys=True)
-            else:
-                runpy.run_path(program[0], run_name="__main__")
-        except SystemExit as end:
-            status = int(end.code or 0)
-        except BaseException:
-            traceback.print_exc()
-    os._exit(status)
+    """The output of a program with --help."""
+    done = run_program(*program, "--help", env=os.environ | {"COLUMNS": "200"})
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
 
 
 def missing_flags(program: list[str], words: list[str]) -> list[str]:

@@ -23,6 +23,7 @@ from slime.cli import main
 from slime.utils.deadline import Deadline, wait_until
 from slime.utils.net import free_port
 from tests.doc_commands import ROOT, census
+from tests.programs import forked_python, wait_and_fork
 from tests.unit.docs.readers_place import add_missing_flags, in_place, prepare
 from tools.make_tiny_task import TinyTask
 
@@ -58,7 +59,7 @@ def place(tmp_path: Path) -> Path:
     """An empty folder in which ``slime`` is a command, also if the package was not installed by pip."""
     program = tmp_path / "bin" / "slime"
     program.parent.mkdir()
-    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m slime "$@"\n')
+    program.write_text('#!/bin/sh\nexec python -m slime "$@"\n')
     program.chmod(0o755)
     return tmp_path
 
@@ -86,16 +87,13 @@ def is_report(command: str, output: str) -> bool:
 def run(commands: list[str], place: Path) -> None:
     """One shell for all, so that variables last. The shell's trace shows which command failed."""
     script = "\n".join(typed(command, place) for command in commands)
-    done = subprocess.run(
-        ["bash", "-euxc", script],
-        cwd=place,
-        env=environment(place),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-    )
-    output = done.stdout + done.stderr
-    assert done.returncode == 0 or is_report(commands[-1], output), output[-6000:]
+    log = place / "shell.log"
+    with forked_python(place / "bin") as listener, log.open("w") as file, open(os.devnull) as null:
+        command = ["bash", "-euxc", script]
+        shell = subprocess.Popen(command, cwd=place, env=environment(place), stdin=null, stdout=file, stderr=file)
+        wait_and_fork(listener, shell)
+    output = log.read_text()
+    assert shell.returncode == 0 or is_report(commands[-1], output), output[-6000:]
 
 
 def serve(command: str, place: Path) -> None:

@@ -19,23 +19,19 @@ from slime.data.chat import tokenize_chat
 from slime.data.dump_file import save_debug_rollout_data
 from slime.data.sample import Sample
 from slime.utils.errors import ConfigError
+from tests.programs import run_program
 
 _ROOT = Path(__file__).parents[3]
 
 
 def run(tool: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, f"tools/{tool}", *map(str, arguments)],
-        cwd=_ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return run_program(f"tools/{tool}", *arguments)
 
 
 @pytest.mark.parametrize("tool", sorted(path.name for path in (_ROOT / "tools").glob("*.py")))
 def test_every_tool_explains_itself_without_loading_anything_heavy(tool: str):
-    done = run(tool, "--help")
+    command = [sys.executable, f"tools/{tool}", "--help"]
+    done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=False)
     if tool in ("torchvision_fix.py", "hub_configs.py", "gptq.py"):  # modules of other tools, no commands
         return
     assert done.returncode == 0, done.stderr

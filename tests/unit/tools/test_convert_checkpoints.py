@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.programs import run_program
 from tests.unit.megatron_utils.tiny_families import saved_tensors
 from tests.unit.megatron_utils.tiny_trainer import make_hf_model
 
@@ -18,19 +19,11 @@ _ROOT = Path(__file__).parents[3]
 
 
 def _run(tool: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    return _python(f"tools/{tool}", *arguments)
+    return run_program(f"tools/{tool}", *arguments, env=_environment())
 
 
-def _python(*arguments: object) -> subprocess.CompletedProcess[str]:
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    return subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        cwd=_ROOT,
-        env=environment | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +83,8 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 def test_a_tool_ends_the_threads_of_its_process_groups(hf: Path, tmp_path: Path) -> None:
     """A thread of gloo that releases a tensor during the interpreter's shutdown aborts the process, rarely."""
     tool = ["tools/convert_hf_to_torch_dist.py", "--hf-checkpoint", hf, "--save", tmp_path / "dist"]
-    done = _python("-c", _THREADS_AT_EXIT, *tool)
+    command = [sys.executable, "-c", _THREADS_AT_EXIT, *map(str, tool)]
+    done = subprocess.run(command, cwd=_ROOT, env=_environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "gloo" not in done.stdout.splitlines()[-1]
 

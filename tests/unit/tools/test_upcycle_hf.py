@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,9 +9,8 @@ import torch
 
 from slime.backends.megatron_utils.model.upcycling import Upcycling
 from slime.utils.errors import ConfigError
+from tests.programs import run_program
 from tests.unit.megatron_utils.tiny_trainer import VOCAB, make_hf_model
-
-_TOOL = Path(__file__).parents[3] / "tools" / "upcycle_hf.py"
 
 
 @pytest.mark.parametrize(("copies", "slices", "topk"), [(4, 1, 2), (3, 4, 8)])
@@ -24,7 +21,7 @@ def test_the_first_logits_are_those_of_the_dense_model(copies: int, slices: int,
     (tmp_path / "dense" / "tokenizer_config.json").write_text("{}")
     words = ["--copies", str(copies), "--slices", str(slices), "--topk", str(topk)]
     paths = ["--input", str(tmp_path / "dense"), "--output", str(tmp_path / "moe")]
-    subprocess.run([sys.executable, str(_TOOL), *paths, *words], check=True)
+    run_program("tools/upcycle_hf.py", *paths, *words).check_returncode()
     sparse = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "moe", dtype=torch.float32)
     assert sparse.config.num_experts == copies * slices
     assert (tmp_path / "moe" / "tokenizer_config.json").exists()
