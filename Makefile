@@ -8,8 +8,10 @@ BIN    := $(VENV)/bin
 FAST_TESTS := tests/architecture tests/unit tests/contracts tests/examples
 # Tests that compare numbers. They run twice on a CPU with AVX-512: with its best instructions, and with those of an
 # older one.
-NUMERIC_TESTS := tests/unit/algorithms tests/unit/fsdp_utils \
-	$(filter-out %_rules.py %_shape.py %_logprob_server.py,$(wildcard tests/unit/megatron_utils/test_*.py)) \
+WITHOUT_NUMBERS := %_rules.py %_shape.py $(addprefix %/test_,$(addsuffix .py,arguments cpu_import \
+	damaged_checkpoints deterministic_operators host_waits logprob_server offline prompt_path tensor_layouts))
+NUMERIC_TESTS := tests/unit/algorithms \
+	$(filter-out $(WITHOUT_NUMBERS),$(wildcard $(patsubst %,tests/unit/%_utils/test_*.py,fsdp megatron))) \
 	$(patsubst %,tests/dist/test_%.py,context_parallel families_sharded fsdp layouts layouts_moe mtp_layouts optimizer_layouts)
 OLDER_CPU := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2
 # One thread per process: several engines and trainers share the cores.
