@@ -124,12 +124,6 @@ def test_a_cancelled_episode_of_an_mcp_server_is_cancelled_and_its_server_ends(c
     assert [child for child in psutil.Process().children() if "codes_server.py" in " ".join(child.cmdline())] == []
 
 
-@pytest.mark.slow
-def test_tools_of_an_mcp_server_pass_the_doctor(codes):
-    name, options = codes
-    assert problems(name, tasks=2, **options) == {}
-
-
 def test_the_policy_sees_the_tools_of_the_server_and_their_results(codes):
     name, options = codes
     environment = load(name, **options)
@@ -172,6 +166,11 @@ def served(codes):
 
         yield codes[0], {"url": f"{url}/mcp"}, stop
         released.set()
+
+
+def test_tools_of_an_mcp_server_pass_the_doctor(served):
+    name, options, _ = served
+    assert problems(name, tasks=2, **options) == {}
 
 
 def test_a_server_over_http_serves_episodes_at_once(served):
