@@ -31,7 +31,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial, wraps
+from functools import partial
 from pathlib import Path
 from types import FunctionType
 from typing import Any, NoReturn
@@ -155,7 +155,7 @@ def preload_sglang() -> None:
     # Imports keep nearly everything. The collector would visit it again and again: a quarter of the time.
     gc.disable()
     allow_torchvision_on_cpu()
-    _compile_at_first_call()
+    compile_no_function()
     with _unavailable(_NOT_OF_ENGINES):
         from sglang.srt.plugins import load_plugins
 
@@ -183,21 +183,18 @@ def _unavailable(names: Sequence[str]) -> Iterator[None]:
         is_scipy_available.cache_clear()
 
 
-def _compile_at_first_call() -> None:
-    """From now on a function that ``torch.compile`` decorates imports the compiler, a second, when it is called."""
+def compile_no_function() -> None:
+    """Make ``torch.compile`` leave functions as they are, as ``server_env()`` does in processes that are not forked."""
     import torch
 
-    compile_now = torch.compile
+    compile_module = torch.compile
 
-    def compile_later(model: Any = None, **options: Any) -> Any:
+    def leave_functions(model: Any = None, **options: Any) -> Any:
         if model is None:
-            return partial(compile_later, **options)
-        if not isinstance(model, FunctionType):
-            return compile_now(model, **options)
-        compiled = cache(partial(compile_now, model, **options))
-        return wraps(model)(lambda *args, **kwargs: compiled()(*args, **kwargs))
+            return partial(leave_functions, **options)
+        return model if isinstance(model, FunctionType) else compile_module(model, **options)
 
-    torch.compile = compile_later  # type: ignore[assignment]
+    torch.compile = leave_functions  # type: ignore[assignment]
 
 
 def listen(socket_path: str) -> socket.socket:

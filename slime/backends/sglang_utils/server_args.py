@@ -158,6 +158,8 @@ def server_env(host: str | None = None) -> dict[str, str]:
         env |= {
             "OMP_NUM_THREADS": "1",
             "CUDA_VISIBLE_DEVICES": "",
+            # SGLang compiles functions of a few operators, such as the sampling with seeds: up to 10 s per process
+            "TORCHDYNAMO_DISABLE": "1",
             # one entry per possible device slot: SGLang indexes the list by slot and binds nothing on this device
             "SGLANG_CPU_OMP_THREADS_BIND": "|".join(map(str, range(_CPU_SLOTS))),
             "SGLANG_EXTERNAL_MODEL_PACKAGE": os.environ.get("SGLANG_EXTERNAL_MODEL_PACKAGE", _CPU_MODELS),

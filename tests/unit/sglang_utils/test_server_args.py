@@ -6,7 +6,9 @@ from argparse import Namespace
 from typing import Any
 
 import pytest
+import torch
 
+from slime.backends.sglang_utils.fork_server import compile_no_function
 from slime.backends.sglang_utils.server_args import build_argv, server_env
 from slime.backends.sglang_utils.topology import WorkerType
 from slime.utils import accelerator
@@ -90,6 +92,17 @@ def test_weights_that_are_not_sent_again_before_they_serve_are_kept():
 
 def test_without_a_gpu_an_engine_has_one_openmp_thread():
     assert server_env()["OMP_NUM_THREADS"] == "1"
+
+
+def test_without_a_gpu_an_engine_compiles_no_function(monkeypatch: pytest.MonkeyPatch):
+    assert server_env()["TORCHDYNAMO_DISABLE"] == "1"
+    monkeypatch.setattr(torch, "compile", torch.compile)
+    compile_no_function()
+    assert torch.compile(sum_of) is torch.compile(dynamic=True)(sum_of) is sum_of
+
+
+def sum_of(values: torch.Tensor) -> torch.Tensor:
+    return values.sum()
 
 
 def test_without_a_gpu_an_engine_that_drafts_reserves_memory_for_one_chain():
