@@ -59,14 +59,15 @@ async def reward_with_a_breakpoint(args, sample, **kwargs):
     return await share_of_sevens(args, sample)
 
 
-def dying_reward(args, sample, **kwargs):
-    os._exit(3)
-
-
 async def hostile_answers(args, sample, sampling_params):
-    """Replace the model's text by answers that the grader cannot grade in time. One call exits."""
+    """Replace the model's text by answers that the grader cannot grade in time. One call exits.
+
+    In the second rollout a call ends the whole process.
+    """
     from slime.rollout.sglang_rollout import generate
 
+    if sample.group_index >= args.rollout_batch_size:
+        os._exit(3)
     if sample.index == 3:
         sys.exit(3)
     sample = await generate(args, sample, sampling_params)

@@ -11,6 +11,7 @@ import torch
 from slime.backends.sglang_utils.engine import SGLangEngine
 from slime.backends.sglang_utils.fork_server import ForkServer
 from slime.backends.sglang_utils.server_args import server_env
+from slime.data.schedule import WEIGHTS, read_weights
 from slime.ray.engines.fleet import EngineMemory
 from slime.utils.net import free_port
 from slime.weight_sync.send_distributed import DistributedSender
@@ -26,17 +27,21 @@ ROLLOUTS = 2
 
 
 @pytest.fixture(scope="module")
-def both_runs(tiny_task, tmp_path_factory) -> dict[str, Path]:
-    """The same run with two engines on separate devices and on those of the two trainer ranks."""
+def runs(tiny_task, tmp_path_factory) -> dict[str, Path]:
+    """The same run with two engines on separate devices and on those of the two trainer ranks, and asynchronous."""
     outputs = {}
-    for name, places in (("apart", ("--rollout-num-gpus", 2)), ("together", ())):
+    never_stops = ("--rollout-function-path", "slime.rollout.fully_async_rollout.generate_rollout_fully_async")
+    for name, more in (
+        ("apart", ("--rollout-num-gpus", 2)),
+        ("together", shown_flags("docs/colocate.md", "--colocate")),
+        ("asynchronous", ("--rollout-num-gpus", 2, *never_stops, "--max-weight-staleness", 0)),
+    ):
         output = outputs[name] = tmp_path_factory.mktemp(name)
-        shown = [] if places else shown_flags("docs/colocate.md", "--colocate")
-        flags = shown + grpo_flags(tiny_task, output, "--num-rollout", ROLLOUTS, "--check-weight-update-equal")
+        flags = grpo_flags(tiny_task, output, "--num-rollout", ROLLOUTS, "--check-weight-update-equal")
         del flags[(i := flags.index("--rollout-num-gpus")) : i + 2]
-        flags += [*places, "--deterministic-mode", "--sglang-enable-deterministic-inference"]
+        flags = [*more, *shown_flags("docs/reproducibility.md", "--deterministic-mode"), *flags]
         flags += ["--save-debug-rollout-data", output / "dump" / "{rollout_id}.pt"]
-        finished = run_train(flags, output)
+        finished = run_train(flags, output, script="train_async.py" if name == "asynchronous" else "train.py")
         assert finished.status == 0, finished.output[-4000:]
         assert finished.survivors() == []
     return outputs
@@ -46,12 +51,12 @@ def dump(output: Path, rollout_id: int) -> list[dict[str, Any]]:
     return torch.load(output / "dump" / f"{rollout_id}.pt", weights_only=True)["samples"]
 
 
-def test_turns_change_no_token_and_no_number(both_runs):
+def test_turns_change_no_token_and_no_number(runs):
     for rollout_id in range(ROLLOUTS):
-        apart, together = (dump(both_runs[name], rollout_id) for name in ("apart", "together"))
+        apart, together = (dump(runs[name], rollout_id) for name in ("apart", "together"))
         assert [sample["tokens"] for sample in apart] == [sample["tokens"] for sample in together]
         assert [sample["reward"] for sample in apart] == [sample["reward"] for sample in together]
-    apart, together = (metrics(both_runs[name] / "run") for name in ("apart", "together"))
+    apart, together = (metrics(runs[name] / "run") for name in ("apart", "together"))
     for name in ("train/loss", "train/grad_norm"):
         assert len(values(apart, name)) == ROLLOUTS
         verify(
@@ -59,8 +64,14 @@ def test_turns_change_no_token_and_no_number(both_runs):
         )
 
 
-def test_every_change_of_turns_is_timed(both_runs):
-    apart, together = (metrics(both_runs[name] / "run") for name in ("apart", "together"))
+def test_a_staleness_of_zero_gives_the_weights_of_the_synchronous_run(runs):
+    apart, asynchronous = (read_weights(runs[name] / "run" / WEIGHTS) for name in ("apart", "asynchronous"))
+    assert len(apart) == ROLLOUTS + 1
+    assert apart == asynchronous
+
+
+def test_every_change_of_turns_is_timed(runs):
+    apart, together = (metrics(runs[name] / "run") for name in ("apart", "together"))
     for name in ("sleep", "wake_up", "engine_offload", "engine_onload"):
         assert len(values(together, f"perf/{name}_time")) == ROLLOUTS
         assert values(apart, f"perf/{name}_time") == []

@@ -1,36 +1,72 @@
-"""Asynchronous runs in deterministic mode: each has one history, which can be executed again, continued and changed."""
+"""Asynchronous runs: they overlap, stay within their bound of staleness, and resume exactly.
+
+In deterministic mode each has one history, which can be executed again, continued and changed.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 from collections import defaultdict
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from slime.data.schedule import SCHEDULE, WEIGHTS, read_weights
+from slime.data.schedule import SCHEDULE, WEIGHTS
 from slime.doctor.ledger import examine_ledger
 from tests.doc_commands import shown_flags
-from tests.e2e.running import Finished, everything, exit_status, run_train, slime, start_train
+from tests.e2e.running import Finished, everything, exit_status, metrics, run_train, slime, start_train, values
 from tests.e2e.test_loop import grpo_flags
 
 
 @pytest.fixture(scope="module")
 def recorded(tiny_task, tmp_path_factory):
-    """An asynchronous run of six rollouts, of which two may be under way beside the trainer: its folder.
+    """An asynchronous run, of which two rollouts may be under way beside the trainer: its folder.
 
-    Newer weights continue the responses that the end of a rollout aborts. A checkpoint follows every second one.
+    Four rollouts, then the same command for six. Newer weights continue the responses that the end of a rollout aborts.
+    A checkpoint follows every second rollout.
     """
     output = tmp_path_factory.mktemp("recorded")
     exact = shown_flags("docs/reproducibility.md", "--deterministic-mode")
     flags = grpo_flags(
-        *(tiny_task, output, *exact, "--async-buffer-size", 2, "--num-rollout", 6, "--record-samples", 128),
-        *("--save", output / "checkpoints", "--save-interval", 2, "--partial-rollout"),
-        *("--over-sampling-batch-size", 24, "--sglang-max-running-requests", 44),
+        *(tiny_task, output, *exact, "--async-buffer-size", 2, "--record-samples", 128, "--partial-rollout"),
+        *("--save", output / "checkpoints", "--load", output / "checkpoints", "--save-interval", 2),
+        *("--save-debug-rollout-data", output / "dump" / "{rollout_id}.pt"),
+        *("--over-sampling-batch-size", 24, "--sglang-max-running-requests", 44, "--lr", "1e-2", "--min-lr", "1e-2"),
     )
-    finished = run_train(flags, output, script="train_async.py")
-    assert finished.status == 0, finished.output[-4000:]
+    for num_rollout in (4, 6):
+        finished = run_train([*flags, "--num-rollout", num_rollout], output, script="train_async.py")
+        assert finished.status == 0, finished.output[-4000:]
+        assert finished.survivors() == []
     return output / "run"
+
+
+def samples_of(output: Path) -> list[list[dict[str, Any]]]:
+    """The samples of each of the six rollouts. None may have a prompt of another one."""
+    dumps = [torch.load(output / "dump" / f"{i}.pt", weights_only=True)["samples"] for i in range(6)]
+    drawn = [index for dump in dumps for index in {sample["group_index"] for sample in dump}]
+    assert len(drawn) == len(set(drawn)) == 6 * 16
+    return dumps
+
+
+def test_rollouts_are_made_by_older_weights_but_never_older_than_the_buffer_allows(recorded):
+    lags = values(metrics(recorded), "rollout/weight_version_lag")
+    assert len(lags) == 6
+    assert lags[0] == lags[4] == 0  # a start and a resume begin with current weights
+    assert max(lags) in (1, 2)
+
+
+def test_no_prompt_is_lost_or_drawn_twice_although_rollouts_ran_ahead_of_the_checkpoint(recorded):
+    samples_of(recorded.parent)
+    assert examine_ledger(recorded.parent / "checkpoints") == 0
+
+
+def test_the_reward_rises_off_policy_as_well(recorded):
+    rewards = values(metrics(recorded), "rollout/raw_reward")
+    # all rollouts draw with the same seeds, so only the weights make a difference
+    assert sum(rewards[-2:]) / 2 > 2 * rewards[0] > 0, rewards
 
 
 def test_the_schedule_of_an_asynchronous_run_is_executed_again_to_the_same_weights(recorded):
@@ -40,12 +76,10 @@ def test_the_schedule_of_an_asynchronous_run_is_executed_again_to_the_same_weigh
     assert re.findall(r"first (\w+) that differs +none", output) == ["token", "loss", "weight"]
 
 
-def test_a_branch_without_changed_flags_is_the_run_and_with_another_learning_rate_names_what_differs(recorded):
-    status, output = slime("branch", recorded, "--at", 2)
-    assert status == 0, output
-    assert "4 rollouts, 5 weight versions compared" in output
-    status, output = slime("branch", recorded, "--at", 2, "--name", "slower", "--", "--lr", "1e-3", "--min-lr", "1e-3")
+def test_a_branch_with_another_learning_rate_is_the_run_until_its_first_step_and_names_what_differs(recorded):
+    status, output = slime("branch", recorded, "--at", 2, "--name", "slower", "--", "--lr", "5e-3", "--min-lr", "5e-3")
     assert status == 1, output
+    assert "4 rollouts, 5 weight versions compared" in output
     found = dict(re.findall(r"first (\w+) that differs +(\w+ \w+)", output))
     # rollout 2 is trained on the same tokens, with the same loss, before the weights differ
     assert found["weight"] == "version 3"
@@ -54,38 +88,22 @@ def test_a_branch_without_changed_flags_is_the_run_and_with_another_learning_rat
     assert re.search(r"first token that differs +rollout [45], sample \d+, token \d+: recorded \d+, now \d+", output)
 
 
-def test_a_staleness_of_zero_gives_the_weights_of_the_synchronous_run(tiny_task, tmp_path):
-    exact = shown_flags("docs/reproducibility.md", "--deterministic-mode")
-    function = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
-    weights = []
-    for script, more in (
-        ("train.py", []),
-        ("train_async.py", ["--rollout-function-path", function, "--max-weight-staleness", 0]),
-    ):
-        flags = grpo_flags(tiny_task, tmp_path / script, *exact, "--num-rollout", 2, *more)
-        (tmp_path / script).mkdir()
-        finished = run_train(flags, tmp_path / script, script=script)
-        assert finished.status == 0, finished.output[-4000:]
-        weights.append(read_weights(tmp_path / script / "run" / WEIGHTS))
-    assert len(weights[0]) == 3
-    assert weights[0] == weights[1]
-
-
 @pytest.fixture(scope="module")
 def killed(tiny_task, tmp_path_factory):
-    """A run of six rollouts that never stops to generate, started again after its driver was killed, three times.
+    """A run of six rollouts that never stops to generate, started again after its driver was killed, twice.
 
-    The first two deaths come before the first checkpoint, the third while it is written: the folder and all logs.
+    The first death comes before the first checkpoint, the second while it is written: the folder and all logs.
     """
     output = tmp_path_factory.mktemp("killed")
     flags = grpo_flags(
         *(tiny_task, output, *shown_flags("docs/reproducibility.md", "--deterministic-mode"), "--num-rollout", 6),
         *("--save", output / "checkpoints", "--load", output / "checkpoints", "--save-interval", 4),
+        *("--save-debug-rollout-data", output / "dump" / "{rollout_id}.pt"),
         *("--rollout-function-path", "slime.rollout.fully_async_rollout.generate_rollout_fully_async"),
         *("--eval-function-path", "slime.rollout.sglang_rollout.generate_rollout", "--max-weight-staleness", 2),
     )
     logs = []
-    for moment in ("generate 3", "sync 3", "save 3"):
+    for moment in ("sync 3", "save 3"):
         log = output / f"log of {moment}"
         process, mark = start_train(flags, output, log, "tests/e2e/dying_train_async.py", DIES_IN=moment)
         assert exit_status(process, log) == -9
@@ -93,10 +111,11 @@ def killed(tiny_task, tmp_path_factory):
         logs.append(everything(log, output / "run" / "run.log"))
     finished = run_train(flags, output, script="train_async.py")
     assert finished.status == 0, finished.output[-4000:]
+    assert finished.survivors() == []
     return output, [*logs, finished.output]
 
 
-def test_a_run_that_was_killed_three_times_has_one_history(killed):
+def test_a_run_that_was_killed_twice_has_one_history(killed):
     output, logs = killed
     known = defaultdict(list)
     for line in map(json.loads, (output / "checkpoints" / "rollout" / WEIGHTS).read_text().splitlines()):
@@ -117,7 +136,15 @@ def test_a_run_that_was_killed_three_times_has_one_history(killed):
     assert examine_ledger(output / "checkpoints") == 0
 
 
-def test_a_run_that_was_killed_three_times_is_executed_again_to_the_same_weights(killed):
+def test_generation_that_never_stops_stays_within_its_staleness_and_loses_no_prompt_at_a_restart(killed):
+    for rollout_id, dump in enumerate(samples_of(killed[0])):
+        oldest = min(int(version) for sample in dump for version in sample["weight_versions"])
+        assert rollout_id - 2 <= oldest <= rollout_id
+        # none is skipped: those of the aborted groups come first
+        assert min(sample["group_index"] for sample in dump) < 6 * 16
+
+
+def test_a_run_that_was_killed_twice_is_executed_again_to_the_same_weights(killed):
     output, _ = killed
     status, text = slime("replay", output / "run", "--all")
     assert status == 0, text
