@@ -87,7 +87,7 @@ RUNS: dict[tuple[str, str], str] = {
     ("docs/logprob_server.md", "megatron_server"): "tests/e2e/test_logprob_server.py",
     ("docs/logprob_server.md", "curl"): "tests/e2e/test_logprob_server.py",
     ("docs/logprob_server.md", "--use-opd"): "tests/e2e/test_logprob_server.py",
-    ("docs/en/get_started/quick_start.md", "--debug-rollout-only"): "tests/e2e/test_shown_commands.py",
+    ("docs/en/get_started/quick_start.md", "--debug-rollout-only"): "tests/e2e/test_router.py",
     ("docs/en/get_started/quick_start.md", "train.py --hf-checkpoint MODEL"): "tests/e2e/test_loop_ppo.py",
     ("docs/en/get_started/quick_start.md", "slime new my_task"): "tests/e2e/test_new_task.py",
     ("docs/en/get_started/quick_start.md", "bash my_task/run.sh"): "tests/e2e/test_new_task.py",

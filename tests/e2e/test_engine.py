@@ -356,7 +356,6 @@ def test_an_engine_does_not_take_another_server_on_its_port_for_its_own(tiny_tas
         make_engine(tiny_task, fork_server, tmp_path / "log", port=taken).start()
 
 
-@pytest.mark.alone
 def test_the_fork_server_survives_clients_that_vanish_or_keep_silent(tiny_task, fork_server, tmp_path):
     wait_until(Path(fork_server.socket_path).exists, Deadline(600, "the fork server to listen"))
     with socket.socket(socket.AF_UNIX) as vanishing:

@@ -73,7 +73,6 @@ def settings_of_all() -> dict:
 
 
 @pytest.mark.slow
-@pytest.mark.alone
 def test_agents_play_users_and_tools_and_train_on_their_exact_tokens_with_weights_sent_as_differences(tmp_path):
     words = {*coding.WORDS, *tau.WORDS, *strands.WORDS}
     rows = list(islice(mixed_demonstrations(3 * ROWS_PER_ROLLOUT), 3 * ROWS_PER_ROLLOUT))

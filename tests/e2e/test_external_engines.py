@@ -22,8 +22,6 @@ from tests.doc_commands import shown_flags
 from tests.e2e.running import PLUGINS, metrics, values
 from tests.e2e.watching import is_generating, read, running
 
-pytestmark = pytest.mark.alone
-
 ROLLOUTS = 4
 
 
@@ -40,7 +38,7 @@ def started(task: Any, fork_server: ForkServer, log: Path, port: int, *words: st
     more = f"--model-path {task.model} --port {port} --max-total-tokens 8192 --max-running-requests 64"
     argv = [*shown, *more.split(), "--log-level", "warning", *words]
     engine = SGLangEngine(
-        EngineSpec(0, "127.0.0.1", port, argv, server_env(), log, 120, fork_server_socket=fork_server.socket_path)
+        EngineSpec(0, "127.0.0.1", port, argv, server_env(), log, 600, fork_server_socket=fork_server.socket_path)
     )
     engine.start()
     return engine
@@ -72,7 +70,7 @@ def test_engines_of_others_take_weights_are_waited_for_when_they_die_and_outlive
     hold.write_text("1")  # the second rollout goes on until the engine is back
     try:
         (info, _) = discover_external_engines([first.url, second.url])
-        seen = ExternalEngine(0, info, 5.0)
+        seen = ExternalEngine(0, info, 60.0)
         seen.start()
         with running(flags, tmp_path) as run:
             _, *urls = run.urls()

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 
 from slime.doctor.ledger import examine_ledger
 from tests.e2e.running import PLUGINS, Finished, metrics, values
@@ -28,15 +27,13 @@ from tests.e2e.watching import (
     thaw,
 )
 
-pytestmark = pytest.mark.alone
-
 ROLLOUTS = 4
 
 
 def flags_for(
     task, output: Path, *more: Any, reward: str = "share_of_sevens", num_rollout: int = ROLLOUTS
 ) -> list[Any]:
-    """Rollouts whose generation a file ``hold`` prolongs. A death of an engine is seen without a health check."""
+    """Rollouts whose generation a file ``hold`` prolongs."""
     return [
         *("--hf-checkpoint", task.model, "--prompt-data", task.train, "--label-key", "label", "--apply-chat-template"),
         *("--rollout-batch-size", 8, "--n-samples-per-prompt", 8, "--rollout-max-response-len", 160),
@@ -45,7 +42,8 @@ def flags_for(
         *("--actor-num-gpus-per-node", 1, "--num-rollout", num_rollout),
         *("--sglang-context-length", 256, "--sglang-max-total-tokens", 16384, "--lr", "1e-4"),
         *("--check-weight-update-equal", "--save-debug-rollout-data", output / "dump" / "{rollout_id}.pt"),
-        *("--use-fault-tolerance", "--rollout-health-check-interval", 1),
+        # On a busy machine an engine may be silent for seconds. A death is seen without a request.
+        *("--use-fault-tolerance", "--rollout-health-check-interval", 1, "--rollout-health-check-timeout", 60),
         *("--custom-generate-function-path", f"{PLUGINS}:generate_while_held"),
         *("--output-dir", output, "--experiment-name", "run"),
         *more,

@@ -14,9 +14,11 @@ import pytest
 from slime.backends.sglang_utils.engine import EngineSpec, SGLangEngine
 from slime.backends.sglang_utils.router import ExistingRouter, RouterProcess, router_args
 from slime.backends.sglang_utils.topology import WorkerType
+from slime.data.dump_file import load_saved
 from slime.utils.errors import ConfigError, EngineError, ProcessDied
 from slime.utils.net import free_port
-from tests.e2e.running import PLUGINS, run_train
+from tests.doc_commands import shown_flags
+from tests.e2e.running import ROOT, metrics, run_train, values
 
 FIXED = ["--host", "127.0.0.1", "--port", "1", "--prometheus-port", "2", "--request-timeout-secs", "14400"]
 
@@ -124,19 +126,20 @@ def test_a_router_of_prefill_and_decode_engines_learns_which_is_which(tmp_path: 
             worker.http.server_close()
 
 
-def test_a_run_uses_the_router_it_is_given_and_leaves_it_as_it_was(tiny_task, tmp_path: Path):
+def test_engines_without_a_trainer_use_the_router_that_is_given_and_leave_it_as_it_was(tiny_task, tmp_path: Path):
     engines = tmp_path / "engines.yaml"
     engines.write_text(
         "sglang: [{name: actor, server_groups: "
         "[{worker_type: regular, num_gpus: 2, overrides: {context_length: 96, max_total_tokens: 8192}}]}]"
     )
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
     existing = router(None, tmp_path / "log", "--router-policy", "round_robin")
     flags = [
-        *("--hf-checkpoint", tiny_task.model, "--prompt-data", tiny_task.train, "--label-key", "label"),
-        *("--apply-chat-template", "--custom-rm-path", f"{PLUGINS}:share_of_sevens", "--fp32", "--debug-rollout-only"),
-        *("--rollout-batch-size", 4, "--n-samples-per-prompt", 2, "--rollout-max-response-len", 4, "--num-rollout", 1),
+        *shown_flags("docs/en/get_started/quick_start.md", "--debug-rollout-only"),
+        *("--hf-checkpoint", tiny_task.model, "--prompt-data", tiny_task.train, "--fp32", "--rollout-batch-size", 4),
         *("--rollout-num-gpus", 2, "--sglang-config", engines, "--output-dir", tmp_path, "--experiment-name", "run"),
         *("--sglang-router-ip", existing.host, "--sglang-router-port", existing.port, "--sglang-context-length", 128),
+        *("--save-debug-rollout-data", tmp_path / "{rollout_id}.pt"),
     ]
     try:
         existing.wait_ready()
@@ -148,3 +151,7 @@ def test_a_run_uses_the_router_it_is_given_and_leaves_it_as_it_was(tiny_task, tm
         existing.stop()
     assert re.search(rf"router {existing.url}, engines (http://127.0.0.1:\d+(, )?){{2}}", result.output), result.output
     assert result.survivors() == []
+    samples = load_saved(tmp_path / "0.pt")["samples"]
+    assert len(samples) == 16
+    assert all(sample["response_length"] > 0 for sample in samples)
+    assert len(values(metrics(tmp_path / "run"), "rollout/raw_reward")) == 1

@@ -12,11 +12,9 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from tests.e2e.running import PLUGINS, metrics, values
+from tests.e2e.running import metrics, values
 from tests.e2e.test_fault_tolerance import flags_for, samples_of, seconds_to_recovery, versions_of
 from tests.e2e.watching import is_generating, read, running, scheduler_of, scheduler_on_second_node, server_of
-
-pytestmark = pytest.mark.alone
 
 ROLLOUTS = 4
 
@@ -55,8 +53,6 @@ def test_unequal_engines_on_two_nodes_learn_beside_a_model_that_keeps_its_weight
     engines = tmp_path / "engines.yaml"
     engines.write_text(ENGINES)
     more = ("--rollout-num-gpus", 5, "--num-gpus-per-node", 1, "--sglang-config", engines)
-    # The engine of two processes may be silent for seconds if others need the cores. A death is seen without a request.
-    more += ("--rollout-health-check-timeout", 30, "--custom-generate-function-path", f"{PLUGINS}:generate_while_held")
     flags = flags_for(tiny_task, tmp_path, *more, reward="sevens_and_what_the_reference_says", num_rollout=ROLLOUTS)
     hold = tmp_path / "hold"
     hold.write_text("1")  # the second rollout goes on until all engines are back
