@@ -9,8 +9,6 @@ import pytest
 import torch
 
 from slime.backends.sglang_utils.engine import SGLangEngine
-from slime.backends.sglang_utils.fork_server import ForkServer
-from slime.backends.sglang_utils.server_args import server_env
 from slime.data.schedule import WEIGHTS, read_weights
 from slime.ray.engines.fleet import EngineMemory
 from slime.utils.net import free_port
@@ -97,10 +95,9 @@ class OneEngine(EngineMemory):
     def resume_watch(self) -> None: ...
 
 
-def test_an_engine_gives_its_memory_back_and_serves_again_after_a_sync(tiny_task, tmp_path):
-    server = ForkServer(tmp_path / "fork_server.log", server_env())
+def test_an_engine_gives_its_memory_back_and_serves_again_after_a_sync(tiny_task, fork_server, tmp_path):
     flags = ("--enable-memory-saver", "--max-total-tokens", "65536")
-    engine = make_engine(tiny_task, server, tmp_path / "log", *flags)
+    engine = make_engine(tiny_task, fork_server, tmp_path / "log", *flags)
     try:
         engine.start()
         memory = OneEngine(engine)
@@ -129,4 +126,3 @@ def test_an_engine_gives_its_memory_back_and_serves_again_after_a_sync(tiny_task
         assert worst_difference(model, ids, output, log_probs) < 1e-5
     finally:
         engine.stop()
-        server.stop()

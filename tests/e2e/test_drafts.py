@@ -12,8 +12,6 @@ import httpx
 import torch
 from transformers import AutoModelForCausalLM
 
-from slime.backends.sglang_utils.fork_server import ForkServer
-from slime.backends.sglang_utils.server_args import server_env
 from slime.data.sample import Sample
 from slime.rollout.prompt_history import DraftHistory
 from tests.e2e.engines import make_engine
@@ -69,10 +67,9 @@ def epoch(url: str, seed: int, **sampling: Any) -> list[tuple[list[int], list[fl
 
 
 @torch.no_grad()
-def test_drafts_change_no_token_and_no_log_probability(tiny_task, tmp_path):
+def test_drafts_change_no_token_and_no_log_probability(tiny_task, fork_server, tmp_path):
     flags = ["--speculative-algorithm", "NGRAM", "--enable-deterministic-inference"]
     model = AutoModelForCausalLM.from_pretrained(tiny_task.model, dtype=torch.float32)
-    fork_server = ForkServer(tmp_path / "fork.log", server_env())
     engine, other_engine = (make_engine(tiny_task, fork_server, tmp_path / name, *flags) for name in ("log", "log2"))
     try:
         engine.start()
@@ -104,4 +101,3 @@ def test_drafts_change_no_token_and_no_log_probability(tiny_task, tmp_path):
     finally:
         engine.stop()
         other_engine.stop()
-        fork_server.stop()

@@ -54,13 +54,6 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def fork_server(tmp_path_factory):
-    server = ForkServer(tmp_path_factory.mktemp("fork") / "log", server_env())
-    yield server
-    server.stop()
-
-
-@pytest.fixture(scope="module")
 def engine(tiny_task, fork_server, tmp_path_factory):
     engine = make_engine(tiny_task, fork_server, tmp_path_factory.mktemp("engine") / "log")
     engine.start()

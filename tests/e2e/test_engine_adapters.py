@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM
 from slime.backends.protocols import EVERY_RANK, AdapterProof, EngineInfo, NamedTensor, Probe, Recipients
 from slime.backends.sglang_utils.feature_rules import adapter_words
 from slime.backends.sglang_utils.fork_server import ForkServer
-from slime.backends.sglang_utils.server_args import server_env
 from slime.backends.training.arguments import LoraArgs
 from slime.backends.training.hf_files import write_hf_directory
 from slime.data.engine_fields import ADAPTER_NAME, adapter_fields
@@ -99,15 +98,14 @@ class RecordingFleet(LocalFleet):
 
 
 @pytest.fixture(scope="module")
-def handles(tiny_task: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Any]]:
+def handles(tiny_task: Any, fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Any]]:
     """An engine of one rank, and one of two."""
     root = tmp_path_factory.mktemp("engines")
-    server = ForkServer(root / "fork", server_env())
     args = Namespace(
         **vars(LoraArgs(lora_rank=8, lora_alpha=16.0, lora_use_rslora=True)), hf_checkpoint=tiny_task.model
     )
     words = adapter_words(args)
-    engines = [make_engine(tiny_task, server, root / f"{size}.log", *words, tp_size=size) for size in (1, 2)]
+    engines = [make_engine(tiny_task, fork_server, root / f"{size}.log", *words, tp_size=size) for size in (1, 2)]
     try:
         for engine in engines:
             engine.start()
@@ -115,7 +113,6 @@ def handles(tiny_task: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     finally:
         for engine in engines:
             engine.stop()
-        server.stop()
 
 
 @pytest.fixture

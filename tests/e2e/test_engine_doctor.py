@@ -20,7 +20,6 @@ from examples.tiny.vision import make_vision_model
 from slime.backends.sglang_utils.external import ExternalEngine, discover_external_engines
 from slime.backends.sglang_utils.feature_rules import adapter_words
 from slime.backends.sglang_utils.fork_server import ForkServer
-from slime.backends.sglang_utils.server_args import server_env
 from slime.backends.training.arguments import LoraArgs
 from slime.cli import main
 from slime.data.engine_fields import SAMPLING_MASK
@@ -57,17 +56,19 @@ def models(tiny_task: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 
 
 @pytest.fixture(scope="module")
-def trials(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Trial]]:
+def trials(
+    models: dict[str, str], fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[str], Trial]]:
     """The engine of a family beside transformers, started at its first use."""
     root = tmp_path_factory.mktemp("engines")
-    server, found, engines = ForkServer(root / "fork", server_env()), {}, []
+    found, engines = {}, []
 
     def trial(name: str) -> Trial:
         if name not in found:
             args = SimpleNamespace(**vars(LoraArgs(lora_rank=ADAPTER_RANK, lora_alpha=ADAPTER_ALPHA)))
             args.hf_checkpoint = models[name]
             flags = {"dense": adapter_words(args), "moe": [REPLAY, SAVER], "vision": []}[name]
-            engine = make_engine(SimpleNamespace(model=models[name]), server, root / f"{name}.log", *flags)
+            engine = make_engine(SimpleNamespace(model=models[name]), fork_server, root / f"{name}.log", *flags)
             engines.append(engine)
             engine.start()
             found[name] = trial_of(engine, models[name])
@@ -76,7 +77,6 @@ def trials(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> 
     yield trial
     for engine in engines:
         engine.stop()
-    server.stop()
 
 
 @pytest.mark.parametrize("name", ["dense", "moe", "vision"])

@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 
-from slime.backends.sglang_utils.fork_server import ForkServer
 from slime.backends.sglang_utils.router import RouterProcess
-from slime.backends.sglang_utils.server_args import server_env
 from slime.data.sample import Sample
 from slime.observability.trace_export import TraceExporter
 from slime.observability.trace_utils import bind_trace, trace_span
@@ -33,8 +31,10 @@ def names(collector: Collector) -> set[str]:
     return {span.name.split()[0] for span in collector.spans}
 
 
-def test_the_engine_continues_the_trace_of_the_sample_behind_the_router(tiny_task: Any, tmp_path: Path) -> None:
-    collector, fork_server = Collector(), ForkServer(tmp_path / "fork.log", server_env())
+def test_the_engine_continues_the_trace_of_the_sample_behind_the_router(
+    tiny_task: Any, fork_server: Any, tmp_path: Path
+) -> None:
+    collector = Collector()
     router = RouterProcess("127.0.0.1", None, request_timeout_s=600, log_path=tmp_path / "router.log")
     flags = ("--enable-trace", "--otlp-traces-endpoint", f"{collector.url}/v1/traces")
     env = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf"}
@@ -56,7 +56,6 @@ def test_the_engine_continues_the_trace_of_the_sample_behind_the_router(tiny_tas
     finally:
         engine.stop()
         router.stop()
-        fork_server.stop()
         collector.stop()
     assert {span.trace_id.hex() for span in collector.spans} == {bind_trace(traced).trace_id}
     parents = {span.span_id: span.parent_span_id for span in collector.spans}

@@ -25,13 +25,6 @@ from tests.e2e.watching import is_generating, read, running
 ROLLOUTS = 4
 
 
-@pytest.fixture(scope="module")
-def fork_server(tmp_path_factory):
-    server = ForkServer(tmp_path_factory.mktemp("fork") / "log", server_env())
-    yield server
-    server.stop()
-
-
 def started(task: Any, fork_server: ForkServer, log: Path, port: int, *words: str) -> SGLangEngine:
     """A server as its owner starts it: ``python -m sglang.launch_server`` with these flags, without the import."""
     shown = shown_flags("docs/engines.md", "launch_server --model-path MODEL --host")

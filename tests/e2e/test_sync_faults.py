@@ -23,7 +23,6 @@ from transformers import AutoModelForCausalLM
 from examples.tiny.vision import make_vision_model
 from slime.backends.protocols import Canary, EngineInfo
 from slime.backends.sglang_utils.fork_server import ForkServer
-from slime.backends.sglang_utils.server_args import server_env
 from slime.utils.errors import EngineError
 from slime.weight_sync import send_tensor
 from slime.weight_sync.chunks import WeightChunk, chunk_of
@@ -103,11 +102,10 @@ class Sender:
 
 
 @pytest.fixture(scope="module")
-def fleet(tiny_task: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalFleet]:
+def fleet(tiny_task: Any, fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalFleet]:
     """An engine of one rank, and one of two."""
     root = tmp_path_factory.mktemp("engines")
-    server = ForkServer(root / "fork", server_env())
-    engines = [make_engine(tiny_task, server, root / f"{size}.log", tp_size=size) for size in (1, 2)]
+    engines = [make_engine(tiny_task, fork_server, root / f"{size}.log", tp_size=size) for size in (1, 2)]
     fleet = LocalFleet(engines, [EngineInfo(engine.url, size) for engine, size in zip(engines, (1, 2), strict=True)])
     try:
         for starting in [fleet.pool.submit(engine.start) for engine in engines]:
@@ -116,7 +114,6 @@ def fleet(tiny_task: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     finally:
         for engine in engines:
             engine.stop()
-        server.stop()
 
 
 @dataclass
@@ -266,11 +263,11 @@ def keep_tower(new: Tensors, versions: list[Tensors]) -> Tensors:
     return new | {name: tensor for name, tensor in versions[-2].items() if ".visual." in name}
 
 
-def test_a_vision_tower_that_keeps_older_weights_is_named(tmp_path: Path) -> None:
-    model, server = make_vision_model(tmp_path / "model"), ForkServer(tmp_path / "fork", server_env())
+def test_a_vision_tower_that_keeps_older_weights_is_named(fork_server: ForkServer, tmp_path: Path) -> None:
+    model = make_vision_model(tmp_path / "model")
     from transformers import AutoModelForImageTextToText  # the class needs the preparation of make_vision_model()
 
-    engine = make_engine(SimpleNamespace(model=model), server, tmp_path / "engine.log")
+    engine = make_engine(SimpleNamespace(model=model), fork_server, tmp_path / "engine.log")
     try:
         engine.start()
         run = synced(LocalFleet([engine], [EngineInfo(engine.url, 1)]), Trainer(model, AutoModelForImageTextToText))
@@ -281,4 +278,3 @@ def test_a_vision_tower_that_keeps_older_weights_is_named(tmp_path: Path) -> Non
         run.sync()
     finally:
         engine.stop()
-        server.stop()

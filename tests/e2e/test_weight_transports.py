@@ -17,7 +17,6 @@ from slime.backends.protocols import EVERY_RANK, EngineInfo, NamedTensor, Recipi
 from slime.backends.sglang_utils.engine import SGLangEngine
 from slime.backends.sglang_utils.external import expert_blocks, get_server_info
 from slime.backends.sglang_utils.fork_server import ForkServer
-from slime.backends.sglang_utils.server_args import server_env
 from slime.backends.training.hf_files import write_hf_directory
 from slime.utils.errors import EngineError
 from slime.weight_sync import send_distributed, send_tensor
@@ -33,15 +32,8 @@ pytestmark = pytest.mark.e2e
 
 
 @pytest.fixture(scope="module")
-def preloaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
-    server = ForkServer(tmp_path_factory.mktemp("fork") / "log", server_env())
-    yield server
-    server.stop()
-
-
-@pytest.fixture(scope="module")
-def engine(tiny_task: Any, preloaded: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangEngine]:
-    engine = make_engine(tiny_task, preloaded, tmp_path_factory.mktemp("engine") / "log")
+def engine(tiny_task: Any, fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangEngine]:
+    engine = make_engine(tiny_task, fork_server, tmp_path_factory.mktemp("engine") / "log")
     try:
         engine.start()
         yield engine
@@ -160,11 +152,11 @@ def expert_of(name: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def test_engines_of_different_width_get_the_same_mixture_of_experts(tiny_task, preloaded, tmp_path):
+def test_engines_of_different_width_get_the_same_mixture_of_experts(tiny_task, fork_server, tmp_path):
     model_path = str(make_moe_model(tiny_task, tmp_path / "model"))
     task = SimpleNamespace(model=model_path)
-    wide = make_engine(task, preloaded, tmp_path / "wide.log", "--tp-size", "2", "--ep-size", "2")
-    narrow = make_engine(task, preloaded, tmp_path / "narrow.log")
+    wide = make_engine(task, fork_server, tmp_path / "wide.log", "--tp-size", "2", "--ep-size", "2")
+    narrow = make_engine(task, fork_server, tmp_path / "narrow.log")
     trainer = StubTrainer(model_path)
     updater = WeightUpdater(ALONE, address="127.0.0.1", shares_devices=False, timeout_s=600, changed_only=True)
     fleet = LocalFleet([wide, narrow], [EngineInfo(wide.url, 2, expert_blocks=2), EngineInfo(narrow.url, 1)])
