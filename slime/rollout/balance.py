@@ -50,7 +50,7 @@ async def keep_balanced(workers_url: str, requests: Collection[EngineRequest]) -
     while True:
         await asyncio.sleep(_EVERY_S)
         try:
-            for url, count in moves(await _loads(workers_url)):
+            for url, count in moves(await loads_of(workers_url)):
                 await _move(url, count, requests, moved)
         except (EngineError, DeadlineExceeded) as error:
             logger.debug("requests stay in their engine's queue: %s", error)
@@ -78,7 +78,12 @@ def moves(loads: Collection[Load]) -> list[tuple[str, int]]:
     return [(url, count) for url, count in wanted.items() if count > 0]
 
 
-async def _loads(workers_url: str) -> list[Load]:
+async def loads_of(workers_url: str) -> list[Load]:
+    """The loads of the engines that both prefill and decode.
+
+    Raises:
+        EngineError, DeadlineExceeded: the router or an engine did not answer.
+    """
     listed = await get(workers_url, timeout_s=ABORT_TIMEOUT_S)
 
     async def load(url: str) -> Load:

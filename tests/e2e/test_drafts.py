@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from slime.data.sample import Sample
+from slime.rollout.balance import Load, loads_of
 from slime.rollout.prompt_history import DraftHistory
 from tests.e2e.engines import make_engine
 from tests.unit.rollout.fake_engine import FakeEngine
@@ -45,7 +46,9 @@ def of_other_engine(engines: list[str], answers: list[list[int]]) -> None:
             await history._sending
         history.end(groups)
 
+    idle = [Load(url, 0, 0) for url in engines]
     with closing(router):
+        assert asyncio.run(loads_of(f"{router.url}/workers")) == idle, "the rollout also reads the load of the engines"
         asyncio.run(rollout())  # learns the responses
         asyncio.run(rollout())  # sends them
     assert history.num_tokens, "no engine refused them"
