@@ -336,6 +336,10 @@ def append_reply(
         reply = _of_abort(reply, sampling_params, stop_token_ids(args.hf_checkpoint, sampling_params, tokenizer))
     meta = reply["meta_info"]
     tokens, log_probs = sampled_tokens(meta)
+    if not tokens and (meta.get("finish_reason") or {}).get("type") == "abort":
+        # It waited in a queue. When it leaves one depends on the load, and records of deterministic runs must not.
+        sample.status = Sample.Status.ABORTED
+        return
     sample.append_response_tokens(
         args, tokens=tokens, log_probs=log_probs, text=reply["text"], meta_info=meta, update_terminal_info=is_finished
     )

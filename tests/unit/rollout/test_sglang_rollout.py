@@ -519,6 +519,7 @@ def test_tokens_of_a_request_that_an_engine_aborts_because_it_leaves_are_continu
     assert group[0].tokens == [*third, 7]
     assert group[0].status is Sample.Status.COMPLETED
     assert group[0].response_length == 3
+    assert group[0].weight_versions == ["3", "3"], "the request that only waited depends on the load"
     assert "failed_attempts" not in group[0].metadata
 
 
