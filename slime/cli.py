@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path, PurePath
 from pkgutil import resolve_name
+from typing import Any
 
 from slime.config.help_text import HINT, HelpFormatter, terminal_width
 from slime.utils.errors import SlimeError
@@ -216,10 +217,10 @@ def _unique_in_dump(template: str | None) -> float | None:
         samples = load_debug_rollout_data(template, rollout_id=0)
     except SlimeError:  # the checks of the command report it
         return None
-    names = ("tokens", "multimodal_train_inputs", "rollout_routed_experts")
-    columns = {name: [getattr(sample, name) for sample in samples] for name in names}
-    if any(experts is None for experts in columns["rollout_routed_experts"]):
-        del columns["rollout_routed_experts"]
+    columns: dict[str, list[Any]] = {"tokens": [sample.tokens for sample in samples]}
+    columns["multimodal_train_inputs"] = [sample.multimodal_train_inputs for sample in samples]
+    if all(sample.rollout_routed_experts is not None for sample in samples):
+        columns["rollout_routed_experts"] = [sample.rollout_routed_experts for sample in samples]
     tree = prefix_tree(columns)
     return None if tree is None else tree.unique_share
 

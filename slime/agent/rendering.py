@@ -10,7 +10,7 @@ its thoughts. Then the whole conversation is rendered, and the turn records the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from slime.agent.trajectory import Message, MessageNode, TurnRecord
@@ -65,7 +65,7 @@ class TurnRenderer:
             list(messages), tools=tools, tokenize=True, add_generation_prompt=True
         )
         # Newer transformers return a mapping.
-        ids = rendered["input_ids"] if hasattr(rendered, "keys") else rendered
+        ids = rendered["input_ids"] if isinstance(rendered, Mapping) else rendered
         return [int(token) for token in ids], reason
 
     def _after(

@@ -8,6 +8,8 @@ import shutil
 import textwrap
 from collections.abc import Callable, Collection, Sequence
 
+from slime.config.groups import json_object
+
 HELP, HELP_ALL = "--help", "--help-all"
 HINT = "did you mean"
 UNKNOWN = "unknown flag"
@@ -68,7 +70,9 @@ class HelpFormatter(argparse.HelpFormatter):
         return super()._metavar_formatter(action, default_metavar)
 
     def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
-        return _WORDS.get(action.type, "VALUE") if isinstance(action.type, type) else _of_callable(action)
+        if isinstance(action.type, type):
+            return _WORDS.get(action.type, "VALUE")
+        return "JSON" if action.type is json_object else "TEXT"
 
     def _get_help_string(self, action: argparse.Action) -> str:
         # argparse formats help texts with ``%``.
@@ -85,11 +89,6 @@ class HelpFormatter(argparse.HelpFormatter):
 
 def _is_long_choice(action: argparse.Action) -> bool:
     return action.choices is not None and sum(len(str(choice)) + 1 for choice in action.choices) > _LONGEST_CHOICES
-
-
-def _of_callable(action: argparse.Action) -> str:
-    """Values read by a function: JSON objects are the common ones."""
-    return "JSON" if "json" in getattr(action.type, "__name__", "") else "TEXT"
 
 
 def asked_help(argv: Sequence[str]) -> str:

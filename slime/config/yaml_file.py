@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from slime.config.groups import flag_of
+from slime.config.groups import flag_of, json_object
 from slime.config.notices import Notice
 from slime.utils.errors import ConfigError
 
@@ -194,13 +194,13 @@ def _typed(target: _Target, value: Any) -> Any:
     Raises:
         ValueError, argparse.ArgumentTypeError: how it does not fit.
     """
-    action, convert = target.action, target.action.type
+    action = target.action
     if action.nargs == 0 or isinstance(action, argparse.BooleanOptionalAction):
         # True for a switch such as --disable-x sets the argument to False.
         return _as_bool(value) is not target.is_off
     if action.nargs in ("+", "*"):
         return [_single(action, item) for item in (value if isinstance(value, list) else [value])]
-    if isinstance(value, dict) and "json" in getattr(convert, "__name__", ""):
+    if isinstance(value, dict) and action.type is json_object:
         return value
     if isinstance(value, list) and action.metavar == "PATTERN":  # written as a list on the command line too
         value = str(value)

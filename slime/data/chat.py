@@ -84,7 +84,7 @@ def render_continuation(
 
 
 def _apply(tokenizer: Any, messages: Messages, **kwargs: Any) -> Any:
-    if not getattr(tokenizer, "chat_template", True):
+    if not tokenizer.chat_template:
         raise DataError(
             f"the tokenizer {getattr(tokenizer, 'name_or_path', '')} has no chat template: give a checkpoint that has "
             "one, or plain text prompts without --apply-chat-template"

@@ -26,7 +26,7 @@ from typing import Any, TypeAlias
 from slime.data.chat import SpecialTokens, render_chat
 from slime.data.media import expand_media, has_media, process_vision_info, run_processor
 from slime.data.sample import Sample
-from slime.data.values import check_label, parse_json
+from slime.data.values import Array, check_label, parse_json
 from slime.utils.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -156,7 +156,7 @@ class PromptMaker:
     @property
     def _renderer(self) -> Any:
         """The object with the chat template. Of some models with vision only the processor has one."""
-        needs_processor = self.processor is not None and not getattr(self.tokenizer, "chat_template", None)
+        needs_processor = self.processor is not None and not self.tokenizer.chat_template
         return self.processor if needs_processor else self.tokenizer
 
     def _media(self, where: str, messages: list[dict[str, Any]]) -> dict[str, Any] | None:
@@ -311,8 +311,7 @@ def _tools(where: str, row: Row, key: str | None) -> list[Any] | None:
         return None
     if isinstance(value, str):
         value = parse_json(f"{where}: {key!r} (--tool-key)", value)
-    # An array of Parquet.
-    if hasattr(value, "tolist"):
+    if isinstance(value, Array):  # of Parquet
         value = value.tolist()
     if not isinstance(value, list):
         raise DataError(f"{where}: {key!r} (--tool-key) must be a list of tools, not {type(value).__name__}")

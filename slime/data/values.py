@@ -21,9 +21,22 @@ import json
 import math
 import sys
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from slime.utils.errors import DataError
+
+
+@runtime_checkable
+class Array(Protocol):
+    """Arrays, tensors and scalars of numpy and torch."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def item(self) -> Any: ...
+
+    def tolist(self) -> Any: ...
+
 
 _MAX_LEVELS = 100
 _SHOWN = 60
@@ -159,7 +172,7 @@ def _check_nested(value: Any, name: str) -> None:
     elif isinstance(value, list | tuple):
         for position, item in enumerate(value):
             _check_nested(item, f"{name}[{position}]")
-    elif getattr(value, "shape", None) == ():
+    elif isinstance(value, Array) and value.shape == ():
         _check_nested(_plain(value, name), name)
     elif isinstance(value, int | float) and not abs(value) <= _MAX_FLOAT32:  # NaN compares as false
         raise ValueError(f"{name} is {_shown(value)}; a number in a reward is finite and fits in fp32")
@@ -167,13 +180,13 @@ def _check_nested(value: Any, name: str) -> None:
 
 def _plain(value: Any, name: str) -> Any:
     """Scalars of numpy and torch as Python's."""
-    if not hasattr(value, "item") or isinstance(value, dict):
+    if not isinstance(value, Array):
         return value
     try:
         return value.item()
     except (ValueError, RuntimeError, TypeError):
-        shape = tuple(getattr(value, "shape", ()))
-        raise ValueError(f"{name} is a {type(value).__name__} of shape {shape}; a reward is one number") from None
+        kind = f"{type(value).__name__} of shape {tuple(value.shape)}"
+        raise ValueError(f"{name} is a {kind}; a reward is one number") from None
 
 
 def _shown(value: float) -> str:

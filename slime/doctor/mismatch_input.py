@@ -189,7 +189,7 @@ class Referee:
         extra = {"output_router_logits": True} if experts else {}
         output = self._model(input_ids=ids, **extra)
         places = slice(row.num_prompt - 1, len(row.tokens) - 1)  # logits at a position predict the next token
-        router = getattr(output, "router_logits", None)
+        router = output.get("router_logits")
         margin = None
         # If all experts are chosen, the margin does not exist.
         if router and experts is not None and experts < router[0].shape[-1]:

@@ -145,9 +145,9 @@ def _by_role(module: ModuleType, path: str, role: Role | None, group_rm: bool) -
         names = tuple(name for group in _NAMES.values() for name in group)
     else:
         names = _GROUP_REWARD_NAMES if role == "reward" and group_rm else _NAMES.get(role, ())
-    found = [name for name in names if hasattr(module, name)]
+    found = [item for name in names if (item := getattr(module, name, None)) is not None]
     if found and (role is not None or len(found) == 1):
-        return getattr(module, found[0])
+        return found[0]
     public = _public_callables(module)
     if len(public) == 1:
         # A single public function needs no name.

@@ -26,6 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from slime.data.values import Array
 from slime.observability.metric_utils import compute_rollout_step
 from slime.observability.run_info import plain_settings, write_run_info
 from slime.observability.sinks import RUN_IDS, TRACKERS, JsonlSink, LogSink, PrometheusSink, TensorboardSink, WandbSink
@@ -218,7 +219,7 @@ def _plain(value: Any) -> Any:
     """Numbers of numpy and torch become Python's. Other values stay."""
     if isinstance(value, bool | int | float | str) or value is None:
         return value
-    if hasattr(value, "item"):
+    if isinstance(value, Array):
         # an array in a user's metrics is not a number, but must not end the run
-        return value.item() if math.prod(getattr(value, "shape", ())) == 1 else str(value)
+        return value.item() if math.prod(value.shape) == 1 else str(value)
     return float(value) if isinstance(value, numbers.Real) else value

@@ -6,14 +6,14 @@ has the methods of a data source.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Sized
 from pathlib import Path
 from typing import Any
 
 import ray
 
 from slime.backends.training.arguments import CheckpointArgs
-from slime.config.run_config import RunConfig
+from slime.config.groups import RunConfig
 from slime.data.arguments import BatchSizeArgs, PromptDataArgs
 from slime.data.ledger import Event, Ledger, ledger_path
 from slime.data.sample import Sample, SampleGroup, as_groups, iter_samples
@@ -106,10 +106,11 @@ class DataBuffer:
 
     def look_up(self, name: str) -> tuple[str, Any]:
         """Look up ``name`` in the user's source: ``("method", None)``, ``("value", it)`` or ``("missing", names)``."""
-        if not hasattr(self._source, name):
+        missing = object()
+        value = getattr(self._source, name, missing)
+        if value is missing:
             names = ", ".join(key for key in dir(self._source) if not key.startswith("_"))
             return "missing", f"{type(self._source).__name__} (--data-source-path); it has {names}"
-        value = getattr(self._source, name)
         return ("method", None) if callable(value) else ("value", value)
 
     def call(self, method: str, arguments: Sequence[Any], keywords: dict[str, Any]) -> Any:
@@ -159,7 +160,7 @@ class DataBuffer:
 
     def size(self) -> int:
         """Prompts in one epoch."""
-        return len(self._source) if hasattr(self._source, "__len__") else 0
+        return len(self._source) if isinstance(self._source, Sized) else 0
 
     def save(self, rollout_id: int) -> None:
         self._optional("save", rollout_id)

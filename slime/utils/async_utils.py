@@ -159,9 +159,7 @@ class Slots:
 
 def is_async(function: Callable[..., Any]) -> bool:
     """Whether a call of ``function`` returns a coroutine."""
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-        getattr(function, "__call__", None)  # noqa: B004 - objects with an async __call__
-    )
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 async def call_user(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

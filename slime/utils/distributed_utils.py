@@ -301,7 +301,7 @@ def destroy_group(group: ProcessGroup) -> None:
     if group is dist.group.WORLD:
         dist.destroy_process_group()
         return
-    if not accelerator.current().is_cpu and hasattr(group, "abort"):
+    if not accelerator.current().is_cpu:
         group.abort()  # drops pending NCCL operations: an orderly shutdown may wait for members that are dead
     _servers.pop(group, None)
     if group in c10d._world.pg_map:

@@ -390,5 +390,5 @@ async def _http_clients(app: web.Application) -> AsyncIterator[None]:
 
 def _without_end(text: str, tokenizer: Any) -> str:
     """The end token is part of the sample and not of the message."""
-    end = getattr(tokenizer, "eos_token", None)
+    end = tokenizer.eos_token
     return text.removesuffix(end) if end else text

@@ -118,8 +118,9 @@ def is_from_here(request: web.Request) -> bool:
         return True  # a socket file: its clients have no address
     # Without the zone of an IPv6 address.
     address = ipaddress.ip_address(request.remote.partition("%")[0])
-    # ::ffff:127.0.0.1 is loopback too.
-    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
+    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped:
+        return address.ipv4_mapped.is_loopback  # ::ffff:127.0.0.1
+    return address.is_loopback
 
 
 def sid_from_bearer(request: web.Request) -> str:

@@ -30,10 +30,9 @@ names that launch scripts use. The package needs a GPU of compute capability 9.0
 
 from __future__ import annotations
 
-import importlib
 from argparse import Namespace
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -200,23 +199,27 @@ class Products:
         out = tokens.new_empty(tokens.shape[0], weight.shape[0])
         if out.numel() == 0:
             return out
+        import deep_gemm
+
         if self.has_8_bits:
-            _kernel("fp8_gemm_nt")(self._tokens(tokens), self._weight(weight), out)
+            deep_gemm.fp8_gemm_nt(self._tokens(tokens), self._weight(weight), out)
         else:
-            _kernel("bf16_gemm_nt")(tokens.contiguous(), weight.contiguous(), out)
+            deep_gemm.bf16_gemm_nt(tokens.contiguous(), weight.contiguous(), out)
         return out
 
     def of_many(self, tokens: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """``[t, K] x [E, N, K] -> [t, N]`` in bf16: rows sorted by expert. Those of expert e end at ``ends[e]``."""
+        import deep_gemm
+
         rows, owners = _in_blocks_of_rows(ends.diff(prepend=ends.new_zeros(1)).tolist(), tokens.device)
         out = tokens.new_empty(len(owners), weights.shape[1])
         padded = tokens.new_zeros(len(owners), tokens.shape[1]).index_copy(0, rows, tokens)
         if self.has_8_bits:
             values, scales = zip(*(self._weight(weight) for weight in weights), strict=True)
             stacked = torch.stack(values), torch.stack(scales)
-            _kernel("m_grouped_fp8_gemm_nt_contiguous")(self._tokens(padded), stacked, out, owners)
+            deep_gemm.m_grouped_fp8_gemm_nt_contiguous(self._tokens(padded), stacked, out, owners)
         else:
-            _kernel("m_grouped_bf16_gemm_nt_contiguous")(padded, weights.contiguous(), out, owners)
+            deep_gemm.m_grouped_bf16_gemm_nt_contiguous(padded, weights.contiguous(), out, owners)
         return out.index_select(0, rows)
 
     def of_first(self, tokens: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
@@ -259,7 +262,9 @@ def _in_blocks_of_rows(counts: Sequence[int], device: torch.device) -> tuple[tor
     Returns:
         The padded position of each row, int64 ``[t]``, and the expert of each padded position, int32, -1 for padding.
     """
-    size = int(_kernel("get_mk_alignment_for_contiguous_layout")())
+    import deep_gemm
+
+    size = int(deep_gemm.get_mk_alignment_for_contiguous_layout())
     rows, owners, begin = [], [], 0
     for expert, count in enumerate(counts):
         padded = -(-count // size) * size  # the kernel multiplies a block with one expert's weight
@@ -267,11 +272,6 @@ def _in_blocks_of_rows(counts: Sequence[int], device: torch.device) -> tuple[tor
         owners.append(torch.full((padded,), -1, dtype=torch.int32).index_fill(0, torch.arange(count), expert))
         begin += padded
     return torch.cat(rows).to(device), torch.cat(owners).to(device)
-
-
-def _kernel(name: str) -> Callable[..., Any]:
-    function: Callable[..., Any] = getattr(importlib.import_module("deep_gemm"), name)
-    return function
 
 
 _LINEAR = ("self_attention", "mlp.linear_fc1", "mlp.linear_fc2", "mlp.shared_experts")
