@@ -140,15 +140,36 @@ class WandbSink:
     def __init__(self, args: Namespace) -> None:
         wandb = _library("wandb", "--use-wandb")
         mode = args.wandb_mode or os.environ.get("WANDB_MODE") or "online"
+        run_id = args.wandb_run_id or secrets.token_hex(4)
+        group = args.wandb_group or args.experiment_name or "run"
+        name = group
+        if args.wandb_random_suffix:
+            group = f"{group}_{run_id}"
+            name = f"{group}-RANK_{args.rank}"
+        config: dict[str, Any] = hide_secrets(copy.deepcopy(vars(args)))
+        if "SLURM_JOB_ID" in os.environ:
+            config["env_vars"] = {"SLURM_JOB_ID": os.environ["SLURM_JOB_ID"]}
+        options = {
+            "id": run_id,
+            "dir": args.wandb_dir,
+            "entity": args.wandb_team,
+            "project": args.wandb_project or "slime",
+            "group": group,
+            "name": name,
+            "config": config,
+            "resume": "allow",
+        }
         errors: list[Exception] = []
         with kept(errors):
-            self._run = _start(wandb, args, mode)
+            if mode == "online" and args.wandb_key:
+                wandb.login(key=args.wandb_key, host=args.wandb_host)
+            self._run = wandb.init(mode=mode, **options)
         if errors and mode != "online":  # offline runs need no server: the error is in the settings
             raise errors[0]
         if errors:
             text = "W&B cannot be reached, the run is logged offline (wandb sync sends it later): %s"
             logger.warning(text, errors[0])
-            self._run = _start(wandb, args, "offline")
+            self._run = wandb.init(mode="offline", **options)
         for axis in sorted(set(AXES.values())):
             self._run.define_metric(axis)
         for glob, axis in AXES.items():
@@ -160,31 +181,6 @@ class WandbSink:
 
     def close(self) -> None:
         self._run.finish()
-
-
-def _start(wandb: Any, args: Namespace, mode: str) -> Any:
-    if mode == "online" and args.wandb_key:
-        wandb.login(key=args.wandb_key, host=args.wandb_host)
-    run_id = args.wandb_run_id or secrets.token_hex(4)
-    group = args.wandb_group or args.experiment_name or "run"
-    name = group
-    if args.wandb_random_suffix:
-        group = f"{group}_{run_id}"
-        name = f"{group}-RANK_{args.rank}"
-    config: dict[str, Any] = hide_secrets(copy.deepcopy(vars(args)))
-    if "SLURM_JOB_ID" in os.environ:
-        config["env_vars"] = {"SLURM_JOB_ID": os.environ["SLURM_JOB_ID"]}
-    return wandb.init(
-        id=run_id,
-        mode=mode,
-        dir=args.wandb_dir,
-        entity=args.wandb_team,
-        project=args.wandb_project or "slime",
-        group=group,
-        name=name,
-        config=config,
-        resume="allow",
-    )
 
 
 def _library(name: str, flag: str) -> Any:

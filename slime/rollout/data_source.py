@@ -13,6 +13,7 @@ import logging
 import os
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,9 @@ from slime.data.sample import Sample, SampleGroup, as_groups, iter_samples
 from slime.hooks.load import can_be_called, load_function, name_of, parameter_names
 from slime.rollout.base_types import complete_args
 from slime.rollout.failures import fresh_copy
-from slime.rollout.prompt_data import PromptData
+from slime.rollout.prompt_data import PromptData, changes, fingerprint
 from slime.rollout.source_state import (
     FIX,
-    changes,
-    fingerprint,
     group_from_dicts,
     groups_to_dicts,
     read_state,
@@ -249,7 +248,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
 
     A subclass may override ``buffer_filter(args, buffer, num_samples)``. ``--buffer-filter-path`` names a function
     ``f(args, rollout_id, buffer, num_samples)``, whose rollout id is None: a source does not know for which rollout it
-    draws. ``buffer`` holds groups, or samples for a filter that fails on groups (:func:`takes_samples`).
+    draws. ``buffer`` holds groups, or samples for a filter that fails on groups (:meth:`BufferFilter.takes_samples`).
     """
 
     _filter_takes_samples = False
@@ -272,16 +271,16 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         if not self.buffer or num_samples <= 0:
             return []
         # A copy: a filter that fails after it removed groups must not lose them.
-        buffer, wants = list(self.buffer), (self.args, num_samples)
+        buffer, chosen = list(self.buffer), BufferFilter(self.buffer_filter, self.args)
         try:
-            groups = choose(self.buffer_filter, buffer, *wants, has_samples=self._filter_takes_samples)
+            groups = chosen.choose(buffer, num_samples, has_samples=self._filter_takes_samples)
         except (AttributeError, TypeError):
-            if self._filter_takes_samples or not takes_samples(self.buffer_filter, self.args):
+            if self._filter_takes_samples or not chosen.takes_samples():
                 raise
             logger.info("the buffer filter works on samples, not on groups: it gets the samples of the buffer")
             self._filter_takes_samples = True
             buffer = list(self.buffer)
-            groups = choose(self.buffer_filter, buffer, *wants, has_samples=True)
+            groups = chosen.choose(buffer, num_samples, has_samples=True)
         self.buffer[:] = buffer
         return groups
 
@@ -333,56 +332,60 @@ def pop_first(args: Any, rollout_id: Any, buffer: list[SampleGroup], num_samples
     return taken
 
 
-def call_filter(function: Callable[..., Any], args: Any, buffer: list[Any], count: int) -> Any:
-    """``function(args, rollout_id, buffer, count)`` or ``function(args, buffer, count)``, by its parameters."""
-    names = parameter_names(function)
-    takes_rollout = "rollout_id" in names or len(names) >= 4
-    return function(args, None, buffer, count) if takes_rollout else function(args, buffer, count)
+@dataclass(frozen=True)
+class BufferFilter:
+    """The user's ``function(args, rollout_id, buffer, count)`` or ``function(args, buffer, count)``."""
 
+    function: Callable[..., Any]
+    args: Any
 
-def takes_samples(function: Callable[..., Any], args: Any) -> bool:
-    """Whether ``function`` expects single samples: it fails on a made-up buffer of groups, and not on their samples."""
+    def __call__(self, buffer: list[Any], count: int) -> Any:
+        names = parameter_names(self.function)
+        takes_rollout = "rollout_id" in names or len(names) >= 4
+        return self.function(self.args, *([None] if takes_rollout else []), buffer, count)
 
-    def works_on(buffer: list[Any]) -> bool:
-        try:
-            call_filter(function, args, buffer, 1)
-        except (AttributeError, TypeError):
-            return False
-        except Exception:  # users' code may raise anything, and the real call shows it
+    def takes_samples(self) -> bool:
+        """Whether it expects single samples: it fails on a made-up buffer of groups, and not on their samples."""
+
+        def works_on(buffer: list[Any]) -> bool:
+            try:
+                self(buffer, 1)
+            except (AttributeError, TypeError):
+                return False
+            except Exception:  # users' code may raise anything, and the real call shows it
+                return True
             return True
-        return True
 
-    made_up = functools.partial(_made_up, args.reward_key, max(1, args.n_samples_per_prompt))
-    return function is not pop_first and not works_on(made_up()) and works_on(list(iter_samples(made_up())))
+        if self.function is pop_first:
+            return False
+        made_up = functools.partial(_made_up, self.args.reward_key, max(1, self.args.n_samples_per_prompt))
+        return not works_on(made_up()) and works_on(list(iter_samples(made_up())))
 
+    def choose(self, buffer: list[SampleGroup], count: int, *, has_samples: bool) -> list[SampleGroup]:
+        """At most ``count`` groups, which leave the buffer whether the filter removed them or not.
 
-def choose(
-    function: Callable[..., Any], buffer: list[SampleGroup], args: Any, count: int, *, has_samples: bool
-) -> list[SampleGroup]:
-    """At most ``count`` groups, which leave the buffer whether the filter removed them or not.
+        Args:
+            has_samples: the answer of :meth:`takes_samples`.
 
-    Args:
-        has_samples: the answer of :func:`takes_samples`.
-
-    Raises:
-        DataError: more groups than asked for, or something that is not in the buffer.
-    """
-    what = f"the buffer filter {name_of(function)} (--buffer-filter-path)"
-    if has_samples:
-        group_of = {id(sample): group for group in buffer for sample in iter_samples(group)}
-        # The filter counts samples, so it may take all samples of ``count`` groups.
-        chosen = call_filter(function, args, list(iter_samples(buffer)), count * max(map(len, buffer), default=1))
-        if any(id(sample) not in group_of for sample in chosen):
-            raise DataError(f"{what} returned something that is not a sample of the buffer")
-        groups = list({id(group): group for group in (group_of[id(sample)] for sample in chosen)}.values())[:count]
-    else:
-        groups = call_filter(function, args, buffer, count)
-    if len(groups) > count:
-        raise DataError(f"{what} returned {len(groups)} groups where {count} were asked for")
-    # By identity: groups that compare equal are still different groups.
-    taken = {id(group) for group in groups}
-    buffer[:] = [group for group in buffer if id(group) not in taken]
-    return groups
+        Raises:
+            DataError: more groups than asked for, or something that is not in the buffer.
+        """
+        what = f"the buffer filter {name_of(self.function)} (--buffer-filter-path)"
+        if has_samples:
+            group_of = {id(sample): group for group in buffer for sample in iter_samples(group)}
+            # The filter counts samples, so it may take all samples of ``count`` groups.
+            chosen = self(list(iter_samples(buffer)), count * max(map(len, buffer), default=1))
+            if any(id(sample) not in group_of for sample in chosen):
+                raise DataError(f"{what} returned something that is not a sample of the buffer")
+            groups = list({id(group): group for group in (group_of[id(sample)] for sample in chosen)}.values())[:count]
+        else:
+            groups = self(buffer, count)
+        if len(groups) > count:
+            raise DataError(f"{what} returned {len(groups)} groups where {count} were asked for")
+        # By identity: groups that compare equal are still different groups.
+        taken = {id(group) for group in groups}
+        buffer[:] = [group for group in buffer if id(group) not in taken]
+        return groups
 
 
 def _made_up(key: str | None, size: int) -> list[SampleGroup]:

@@ -46,20 +46,20 @@ async def apply_rollout_sample_hooks(args: Any, value: Any, **kwargs: Any) -> An
         return value
     kwargs.setdefault("rollout_id", current_rollout_id(bool(kwargs.get("evaluation"))))
     hooks = [load_function(path) for path in paths]
-    return await _apply(args, value, hooks, kwargs)
 
+    async def apply(value: Any) -> Any:
+        if isinstance(value, list):
+            return [await apply(item) for item in value]
+        if not isinstance(value, Sample):
+            raise TypeError(f"sample hooks apply to a Sample or lists of them, got {type(value).__name__}")
+        for hook in hooks:
+            result = await call_user(hook, args, value, **accepted_kwargs(hook, kwargs))
+            if result is None:
+                continue
+            if not isinstance(result, Sample):
+                got = type(result).__name__
+                raise TypeError(f"--rollout-sample-hook-path {name_of(hook)}: expected Sample or None, got {got}")
+            value = result
+        return value
 
-async def _apply(args: Any, value: Any, hooks: list[Any], kwargs: dict[str, Any]) -> Any:
-    if isinstance(value, list):
-        return [await _apply(args, item, hooks, kwargs) for item in value]
-    if not isinstance(value, Sample):
-        raise TypeError(f"sample hooks apply to a Sample or lists of them, got {type(value).__name__}")
-    for hook in hooks:
-        result = await call_user(hook, args, value, **accepted_kwargs(hook, kwargs))
-        if result is None:
-            continue
-        if not isinstance(result, Sample):
-            got = type(result).__name__
-            raise TypeError(f"--rollout-sample-hook-path {name_of(hook)}: expected Sample or None, got {got}")
-        value = result
-    return value
+    return await apply(value)

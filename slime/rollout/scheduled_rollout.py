@@ -159,54 +159,52 @@ class Replay:
             failed = {row.index for row in rows if row.failed == "generate"}
             for sample in iter_samples(group):
                 if sample.index in failed:
-                    await _give_up(args, sample)
+                    await self._give_up(sample)
             self._groups[number] = await generate_and_rm_group(args, group, state.sampling_params.copy())
             return
         params = [seeded(state, state.sampling_params, position) for position in range(len(group))]
         tasks = [
-            asyncio.create_task(_advance_sample(args, sample, row, version, each))
+            asyncio.create_task(self._advance_sample(sample, row, version, each))
             for sample, row, each in zip(group, rows, params, strict=True)
         ]
         self._groups[number] = group = await gather(tasks)
         if args.group_rm and max(_versions(rows), default=version) <= version:
             await score_group(args, group)
 
-
-async def _advance_sample(args: Namespace, sample: Any, row: Planned, version: int, params: dict[str, Any]) -> Any:
-    if is_given_up(sample):
+    async def _advance_sample(self, sample: Any, row: Planned, version: int, params: dict[str, Any]) -> Any:
+        if is_given_up(sample):
+            return sample
+        args, begin, fails = self.args, 0, row.failed == "generate"
+        is_over = not fails and max(_versions([row]), default=version) < version  # aborted with its last possible token
+        if sample.status in FINISHED or is_over:
+            return await generate_and_rm(args, sample, params)  # a restored sample lacks its reward
+        known = [part for part in row.parts if part[0] is not None]
+        for place, (part_version, end) in enumerate(known if fails else row.parts):
+            is_open = sample.status in (Sample.Status.PENDING, Sample.Status.ABORTED)
+            # with changed flags a response may end earlier than the recorded one: its later parts are left out
+            if part_version in (version, None) and is_open:
+                if place == len(row.parts) - 1 and not fails:
+                    return await generate_and_rm(args, sample, params)
+                if end > begin:
+                    state, call = GenerateState(args), functools.partial(generate, args)
+                    async with state.semaphore:
+                        await until_finished(call, None, state, sample, {**params, "max_new_tokens": end})
+                else:  # an abort came before the first token
+                    sample.weight_versions.append(str(version))
+                    note_part(sample, version)
+                # the limit ended it, not the model: the next part continues it
+                if sample.response_length == end:
+                    sample.status = Sample.Status.ABORTED
+            begin = end
+        if fails and max(_versions([row]), default=version) <= version:
+            await self._give_up(sample)
         return sample
-    state, begin, fails = GenerateState(args), 0, row.failed == "generate"
-    is_over = not fails and max(_versions([row]), default=version) < version  # aborted with its last possible token
-    if sample.status in FINISHED or is_over:
-        return await generate_and_rm(args, sample, params)  # a restored sample lacks its reward
-    known = [part for part in row.parts if part[0] is not None]
-    for place, (part_version, end) in enumerate(known if fails else row.parts):
-        is_open = sample.status in (Sample.Status.PENDING, Sample.Status.ABORTED)
-        # with changed flags a response may end earlier than the recorded one: its later parts are left out
-        if part_version in (version, None) and is_open:
-            if place == len(row.parts) - 1 and not fails:
-                return await generate_and_rm(args, sample, params)
-            if end > begin:
-                async with state.semaphore:
-                    call = functools.partial(generate, args)
-                    await until_finished(call, None, state, sample, {**params, "max_new_tokens": end})
-            else:  # an abort came before the first token
-                sample.weight_versions.append(str(version))
-                note_part(sample, version)
-            # the limit ended it, not the model: the next part continues it
-            if sample.response_length == end:
-                sample.status = Sample.Status.ABORTED
-        begin = end
-    if fails and max(_versions([row]), default=version) <= version:
-        await _give_up(args, sample)
-    return sample
 
-
-async def _give_up(args: Namespace, sample: Sample) -> None:
-    """Let a sample fail, as it did in the recorded run."""
-    give_up(sample, "generate", DataError("replayed"), "this sample had failed in the recorded run")
-    if not args.group_rm:
-        await score(args, sample)
+    async def _give_up(self, sample: Sample) -> None:
+        """Let a sample fail, as it did in the recorded run."""
+        give_up(sample, "generate", DataError("replayed"), "this sample had failed in the recorded run")
+        if not self.args.group_rm:
+            await score(self.args, sample)
 
 
 def restore(sample: Sample, recorded: Sample, ends: Sequence[int], tokenizer: Any) -> None:

@@ -20,7 +20,7 @@ from slime.data.sample import Sample, as_groups, iter_samples
 from slime.hooks.load import accepts, can_be_called, parameter_names
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn
 from slime.rollout.custom_generate import call_generate, call_group_generate, complete, takes_group
-from slime.rollout.data_source import call_filter, make_data_source, takes_samples
+from slime.rollout.data_source import BufferFilter, make_data_source
 from slime.rollout.failures import fresh_copy
 from slime.rollout.filters import DynamicFilterOutput
 from slime.rollout.rm_hub import async_rm, batched_async_rm
@@ -92,8 +92,7 @@ def generated_sample(sample: Sample) -> Iterator[str]:
         yield f"a sample has {len(sample.tokens)} tokens and response_length {sample.response_length}"
     elif sample.response_length >= len(sample.tokens):
         yield f"response_length {sample.response_length} leaves no prompt in {len(sample.tokens)} tokens"
-    for name in ("loss_mask", "rollout_log_probs"):
-        values = getattr(sample, name)
+    for name, values in (("loss_mask", sample.loss_mask), ("rollout_log_probs", sample.rollout_log_probs)):
         if values is not None and len(values) != sample.response_length:
             yield f"{name} has {len(values)} entries for response_length {sample.response_length}"
     if sample.rollout_log_probs is None:
@@ -173,11 +172,12 @@ def dynamic_filter(call: Call) -> Iterator[str]:
 
 def buffer_filter(call: Call) -> Iterator[str]:
     groups: list[Any] = finished_groups(call.args.reward_key)
-    has_samples = takes_samples(call.function, call.args)
+    chooses = BufferFilter(call.function, call.args)
+    has_samples = chooses.takes_samples()
     buffer, kind = (list(iter_samples(groups)), "samples") if has_samples else (groups, "groups")
     # the function may change the buffer in place
     before = list(buffer)
-    chosen = call_filter(call.function, call.args, buffer, 1)
+    chosen = chooses(buffer, 1)
     if not isinstance(chosen, list):
         yield f"it returned {type(chosen).__name__}; it must return a list of {kind}"
         return

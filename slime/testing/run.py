@@ -67,7 +67,7 @@ def check_command(argv: Sequence[str]) -> list[Outcome]:
         if hook.dest not in args.given:
             continue
         value = vars(args)[hook.dest]
-        outcomes += [_check(hook, path, args) for path in ([value] if isinstance(value, str) else value)]
+        outcomes += [_Trial(hook, path, args).outcome() for path in ([value] if isinstance(value, str) else value)]
     return outcomes
 
 
@@ -86,22 +86,65 @@ def check_plugin(flag: str, path: str, *more_flags: str) -> list[str]:
     return [problem for outcome in check_command([flag, path, *more_flags]) for problem in outcome.problems]
 
 
-def _check(hook: Hook, path: str, args: Namespace) -> Outcome:
-    # this hook alone: check_hooks reports problems of all hooks that it finds
-    paths = {h.dest: path if h is hook else None for h in HOOKS}
-    one = Namespace(**paths, group_rm=args.group_rm)  # --group-rm decides which signature a reward function needs
-    problems = check_hooks(one)
-    if problems:
-        return Outcome(hook.flag, path, "bad", problems)
-    why_not = _why_not_called(hook, args)
-    if why_not:
-        return Outcome(hook.flag, path, "signature", note=why_not)
-    errors: list[Exception] = []
-    with kept(errors):  # of the user's code
-        problems = [f"{hook.flag} {path}: {problem}" for problem in run(_run_in_time(hook, path, args))]
-    if errors:
-        return Outcome(hook.flag, path, "bad", [_described(hook, path, errors[0])])
-    return Outcome(hook.flag, path, "bad" if problems else "ok", problems)
+@dataclass(frozen=True)
+class _Trial:
+    """The call of one function."""
+
+    hook: Hook
+    path: str
+    args: Namespace
+
+    def outcome(self) -> Outcome:
+        hook, path = self.hook, self.path
+        # this hook alone: check_hooks reports problems of all hooks that it finds
+        paths = {h.dest: path if h is hook else None for h in HOOKS}
+        # --group-rm decides which signature a reward function needs
+        problems = check_hooks(Namespace(**paths, group_rm=self.args.group_rm))
+        if problems:
+            return Outcome(hook.flag, path, "bad", problems)
+        if why_not := self._why_not_called():
+            return Outcome(hook.flag, path, "signature", note=why_not)
+        errors: list[Exception] = []
+        with kept(errors):  # of the user's code
+            problems = [f"{hook.flag} {path}: {problem}" for problem in run(_in_time(self._problems()))]
+        if errors:
+            return Outcome(hook.flag, path, "bad", [_described(hook, path, errors[0])])
+        return Outcome(hook.flag, path, "bad" if problems else "ok", problems)
+
+    def _why_not_called(self) -> str:
+        name = self.hook.dest
+        if name not in CHECKS and name not in TRAINER_CHECKS:
+            return SIGNATURE_ONLY
+        if name in _NEEDS_ENGINE and not self.args.hf_checkpoint:
+            return "its signature fits; give --hf-checkpoint and it is called, with a pretended engine"
+        if name in _NEEDS_DATA and not vars(self.args)[_NEEDS_DATA[name]]:
+            return "its signature fits; give --prompt-data (--eval-prompt-data for evaluation) and it is called"
+        return ""
+
+    def _problems(self) -> Iterator[str]:
+        hook, args = self.hook, with_values(self.args, n_samples_per_prompt=GROUP_SIZE)
+        for other in HOOKS:  # one function at a time: the others have checks for themselves
+            if other.dest != hook.dest and other.dest in CHECKS:
+                setattr(args, other.dest, [] if other.dest == "rollout_sample_hook_path" else None)
+        function = load_function(self.path, hook.role, group_rm=args.group_rm)
+        check = CHECKS.get(hook.dest) or TRAINER_CHECKS[hook.dest]
+        with ExitStack() as stack:
+            row = _first_row(args)
+            if hook.dest in _NEEDS_ENGINE:
+                args, row = _play_engine(args, row, stack)
+            yield from check(Call(function, args, row))
+
+
+async def _in_time(problems: Iterator[str]) -> list[str]:
+    # the thread of a function that hangs cannot be stopped: it only is not awaited any more
+    limit = asyncio.timeout(_PATIENCE_S)
+    try:
+        async with limit:
+            return await call_in_thread(list, problems)
+    except TimeoutError:
+        if not limit.expired():  # raised by the function itself
+            raise
+        return [f"it did not return within {_PATIENCE_S:g} s"]
 
 
 def _described(hook: Hook, path: str, error: Exception) -> str:
@@ -115,42 +158,6 @@ def _described(hook: Hook, path: str, error: Exception) -> str:
     message = str(error) if isinstance(error, SlimeError) else f"raised {type(error).__name__}: {error}"
     named = f"{hook.flag} {path}"
     return "\n    ".join([message if message.startswith(named) else f"{named}: {message}", *lines])
-
-
-def _why_not_called(hook: Hook, args: Namespace) -> str:
-    if hook.dest not in CHECKS and hook.dest not in TRAINER_CHECKS:
-        return SIGNATURE_ONLY
-    if hook.dest in _NEEDS_ENGINE and not args.hf_checkpoint:
-        return "its signature fits; give --hf-checkpoint and it is called, with a pretended engine"
-    if hook.dest in _NEEDS_DATA and not vars(args)[_NEEDS_DATA[hook.dest]]:
-        return "its signature fits; give --prompt-data (--eval-prompt-data for evaluation) and it is called"
-    return ""
-
-
-async def _run_in_time(hook: Hook, path: str, args: Namespace) -> list[str]:
-    # the thread of a function that hangs cannot be stopped: it only is not awaited any more
-    limit = asyncio.timeout(_PATIENCE_S)
-    try:
-        async with limit:
-            return await call_in_thread(list, _run(hook, path, args))
-    except TimeoutError:
-        if not limit.expired():  # raised by the function itself
-            raise
-        return [f"it did not return within {_PATIENCE_S:g} s"]
-
-
-def _run(hook: Hook, path: str, args: Namespace) -> Iterator[str]:
-    call_args = with_values(args, n_samples_per_prompt=GROUP_SIZE)
-    for other in HOOKS:  # one function at a time: the others have checks for themselves
-        if other.dest != hook.dest and other.dest in CHECKS:
-            setattr(call_args, other.dest, [] if other.dest == "rollout_sample_hook_path" else None)
-    function = load_function(path, hook.role, group_rm=args.group_rm)
-    check = CHECKS.get(hook.dest) or TRAINER_CHECKS[hook.dest]
-    with ExitStack() as stack:
-        row = _first_row(call_args)
-        if hook.dest in _NEEDS_ENGINE:
-            call_args, row = _play_engine(call_args, row, stack)
-        yield from check(Call(function, call_args, row))
 
 
 def _first_row(args: Namespace) -> Sample:

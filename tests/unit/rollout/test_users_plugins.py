@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from slime.batch import ship
-from slime.config.run_config import RunConfig
+from slime.config.groups import RunConfig
 from slime.data.sample import iter_samples
 from slime.hooks.load import check_hooks, load_function
 from slime.ray import rollout as manager_module
