@@ -96,19 +96,19 @@ def launch(args: Namespace) -> None:
         group = ScoringGroup(args, slots["actor"])
         try:
             group.setup()
-            asyncio.run(_serve(args, group))
+            settings = from_args(TeacherServerArgs, args)
+            start = find_start(from_args(CheckpointArgs, args), args.hf_checkpoint).directory
+            queue = ScoreQueue(group.score, group.load, _round_settings(args), start)
+            vocab_size = read_shape(args.hf_checkpoint).vocab_size
+            model = ServedModel(vocab_size, args.rollout_temperature, _shown(vars(args)))
+            asyncio.run(_serve(queue, model, settings, start))
         finally:
             group.kill()
     finally:
         release_placement_groups(slots)
 
 
-async def _serve(args: Namespace, group: ScoringGroup) -> None:
-    settings = from_args(TeacherServerArgs, args)
-    start = find_start(from_args(CheckpointArgs, args), args.hf_checkpoint).directory
-    queue = ScoreQueue(group.score, group.load, _round_settings(args), start)
-    vocab_size = read_shape(args.hf_checkpoint).vocab_size
-    model = ServedModel(vocab_size, args.rollout_temperature, _shown(vars(args)))
+async def _serve(queue: ScoreQueue, model: ServedModel, settings: TeacherServerArgs, start: str) -> None:
     asked_to_end = asyncio.Event()
     # Handlers instead of exceptions, so that the HTTP server closes before the ranks end.
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -117,7 +117,7 @@ async def _serve(args: Namespace, group: ScoringGroup) -> None:
     end = asyncio.create_task(asked_to_end.wait())
     try:
         if settings.megatron_server_warmup:
-            await warm_up(make_app(queue, model, settings), vocab_size, settings)
+            await warm_up(make_app(queue, model, settings), model.vocab_size, settings)
         async with serving(make_app(queue, model, settings), settings.teacher_host, settings.teacher_port):
             logger.info("log-probs of %s at http://%s:%d", start, settings.teacher_host, settings.teacher_port)
             await asyncio.wait([worker, end], return_when=asyncio.FIRST_COMPLETED)

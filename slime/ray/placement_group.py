@@ -72,14 +72,13 @@ def create_placement_groups(args: Namespace) -> dict[str, GpuSlots]:
     Raises:
         ConfigError: a trainer with adapters and its engines do not fit on the devices that they share.
     """
-    count, first = slot_layout(args)
-    slots = _reserve(count, args.placement_timeout, asks_memory=is_judged(args))
+    layout = slot_layout(args)
+    slots = _reserve(layout.total, args.placement_timeout, asks_memory=is_judged(args))
     if problems := list(colocation_problems(args, slots.device_bytes)):
         release_placement_groups({"all": slots})
         raise ConfigError(problems)
-    num_train = 0 if args.debug_rollout_only else args.world_size
-    num_engine = 0 if args.debug_train_only or args.rollout_external else args.rollout_num_gpus
-    return {"actor": slots[:num_train], "rollout": slots[first : first + num_engine]}
+    first = layout.first_engine
+    return {"actor": slots[: layout.train], "rollout": slots[first : first + layout.engines]}
 
 
 def release_placement_groups(slots: Mapping[str, GpuSlots]) -> None:

@@ -89,25 +89,32 @@ def _claim(counts: Sequence[int]) -> tuple[str, list[PortClaim]]:
     return host, [claim_ports(host, count) for count in counts]
 
 
-def _server_argv(
-    args: Namespace, place: EnginePlace, base_gpu_id: int, host: str, ports: Sequence[int], meet: Rendezvous, node: int
-) -> list[str]:
-    """Command line of the server on node number ``node`` of an engine. ``ports``: HTTP and NCCL."""
-    return build_argv(
-        args,
-        rank=place.rank,
-        host=host,
-        port=ports[0],
-        nccl_port=ports[1],
-        base_gpu_id=accelerator.resolve_visible_device_id(base_gpu_id),
-        tp_size=place.num_tensor_ranks(args.sglang_pp_size),
-        dist_init_addr=meet.dist_init_addr,
-        overrides=place.overrides,
-        worker_type=place.worker_type,
-        bootstrap_port=meet.bootstrap_port,
-        num_nodes=place.num_nodes(args.num_gpus_per_node),
-        node_rank=node,
-    )
+@dataclass(frozen=True)
+class EngineStart:
+    """The start of one engine, on all of its nodes."""
+
+    args: Namespace
+    place: EnginePlace
+    meet: Rendezvous
+
+    def argv(self, base_gpu_id: int, host: str, ports: Sequence[int], node: int = 0) -> list[str]:
+        """Command line of the server on node number ``node``. ``ports``: HTTP and NCCL."""
+        place = self.place
+        return build_argv(
+            self.args,
+            rank=place.rank,
+            host=host,
+            port=ports[0],
+            nccl_port=ports[1],
+            base_gpu_id=accelerator.resolve_visible_device_id(base_gpu_id),
+            tp_size=place.num_tensor_ranks(self.args.sglang_pp_size),
+            dist_init_addr=self.meet.dist_init_addr,
+            overrides=place.overrides,
+            worker_type=place.worker_type,
+            bootstrap_port=self.meet.bootstrap_port,
+            num_nodes=place.num_nodes(self.args.num_gpus_per_node),
+            node_rank=node,
+        )
 
 
 def _fork_socket(fork_server: ForkAddress | None, host: str) -> str | None:
@@ -172,15 +179,16 @@ class EngineActor(_Startable):
         meet = Rendezvous(f"{url_host(host)}:{ports[2]}", ports[3] if is_prefill else None, fork_server)
         name = f"engine_{place.rank}.{num_before}" if num_before else f"engine_{place.rank}"
         log = engine_log_directory(args) / f"{name}.log"
+        start = EngineStart(args, place, meet)
         self._nodes = [
-            RayOtherNode(slot, args, place, node, meet, log.with_suffix(f".node{node}.log"))
+            RayOtherNode(slot, start, node, log.with_suffix(f".node{node}.log"))
             for node, slot in enumerate(other_slots, start=1)
         ]
         spec = EngineSpec(
             rank=place.rank,
             host=host,
             port=ports[0],
-            argv=_server_argv(args, place, base_gpu_id, host, ports, meet, node=0),
+            argv=start.argv(base_gpu_id, host, ports),
             env=server_env(host),
             log_path=log,
             start_timeout_s=args.engine_start_timeout,
@@ -224,18 +232,17 @@ class EngineNodeActor:
         log_path: of the server.
     """
 
-    def __init__(
-        self, args: Namespace, place: EnginePlace, node: int, base_gpu_id: int, meet: Rendezvous, log_path: Path
-    ) -> None:
-        self._name = f"engine {place.rank} node {node}"
-        _register(self._name, f"engine-{place.rank}.{node}")
+    def __init__(self, start: EngineStart, node: int, base_gpu_id: int, log_path: Path) -> None:
+        rank, args = start.place.rank, start.args
+        self._name = f"engine {rank} node {node}"
+        _register(self._name, f"engine-{rank}.{node}")
         host, self._ports = _claim([1, 1])
         ports = [claim.first for claim in self._ports]
         self._server = NodeServer(
-            _server_argv(args, place, base_gpu_id, host, ports, meet, node),
+            start.argv(base_gpu_id, host, ports, node),
             env=server_env(host),
             log_path=log_path,
-            fork_server_socket=_fork_socket(meet.fork_server, host),
+            fork_server_socket=_fork_socket(start.meet.fork_server, host),
         )
         self._log_path = log_path
         self._pull_timeout_s = args.weight_sync_timeout
@@ -298,10 +305,8 @@ def pull_in_time(who: str, source_dir: str, local_dir: str, version: int, timeou
 class RayOtherNode:
     """The engine's side of an :class:`EngineNodeActor`, which it makes."""
 
-    def __init__(
-        self, slot: NodeSlot, args: Namespace, place: EnginePlace, node: int, meet: Rendezvous, log_path: Path
-    ) -> None:
-        self.name = f"engine {place.rank} node {node}"
+    def __init__(self, slot: NodeSlot, start: EngineStart, node: int, log_path: Path) -> None:
+        self.name = f"engine {start.place.rank} node {node}"
         options = ray.remote(EngineNodeActor).options(
             num_cpus=0.2,
             num_gpus=0.2,
@@ -309,7 +314,7 @@ class RayOtherNode:
             scheduling_strategy=slot.strategy,
             runtime_env={"env_vars": worker_env() | NOSET_VISIBLE_DEVICES},
         )
-        self.handle = options.remote(args, place, node, slot.base_gpu_id, meet, log_path)
+        self.handle = options.remote(start, node, slot.base_gpu_id, log_path)
         self._started: Any = None
         self._look: Any = None  # unanswered call of lost(), since _looked_at
         self._looked_at = float("-inf")

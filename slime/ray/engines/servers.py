@@ -234,7 +234,7 @@ class RolloutServers(EngineMemory, ElasticEngines):
 
     def _slot(self, place: EnginePlace) -> int:
         """First device of an engine among all devices of the run, the trainer's first."""
-        return place.first_slot + slot_layout(self._args)[1]
+        return place.first_slot + slot_layout(self._args).first_engine
 
     def _for_model(self, place: EnginePlace, updates_weights: bool) -> EnginePlace:
         """Add server fields that differ between engines. Fields of the user's file take precedence."""

@@ -13,11 +13,11 @@ import re
 import time
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import ray
@@ -99,20 +99,17 @@ def running_cluster(args: Namespace) -> Iterator[None]:
                 for name, value in _RAYS_PATIENCE.items():
                     os.environ.setdefault(name, value)
                 start_reaper(folder)  # before Ray starts: ends the remaining processes if this one is killed
+                slots = slot_layout(args)
                 if accelerator.current().is_cpu:
-                    started.enter_context(_preloading(args))
+                    trainer = None if args.debug_rollout_only else f"slime.backends.{args.train_backend}_utils.actor"
+                    log, has_engines = fork_server_log(args), slots.engines > 0
+                    started.enter_context(preloading(log, forks_env(), trainer=trainer, has_engines=has_engines))
                 started.enter_context(followed(folder / "ray" / "session_latest" / "logs"))
                 started.callback(ray.shutdown)
                 room = 0 if args.engines_port is None else _ROOM_TO_JOIN
-                _start_embedded(slot_layout(args)[0] + room, folder / "ray")
+                _start_embedded(slots.total + room, folder / "ray")
         START.end("Ray")
         yield
-
-
-def _preloading(args: Namespace) -> AbstractContextManager[None]:
-    trainer = None if args.debug_rollout_only else f"slime.backends.{args.train_backend}_utils.actor"
-    has_engines = _num_engine_slots(args) > 0
-    return preloading(fork_server_log(args), forks_env(), trainer=trainer, has_engines=has_engines)
 
 
 def check_devices(resources: Mapping[str, float]) -> None:
@@ -219,19 +216,21 @@ def node_address() -> str:
     return os.environ.get("SLIME_HOST_IP") or ray.util.get_node_ip_address()
 
 
-def _num_engine_slots(args: Namespace) -> int:
-    return 0 if args.debug_train_only or args.rollout_external else args.rollout_num_gpus
+class SlotLayout(NamedTuple):
+    """Numbers of device slots: of the whole run, the first one of the engines, of the trainer, of the engines."""
+
+    total: int
+    first_engine: int
+    train: int
+    engines: int
 
 
-def slot_layout(args: Namespace) -> tuple[int, int]:
-    """(device slots of the whole run, the first one of the engines).
-
-    Trainer ranks and engine devices are side by side, or share slots with ``--colocate``. External engines have
-    none.
-    """
+def slot_layout(args: Namespace) -> SlotLayout:
+    """Trainer and engines side by side, or on the same slots with ``--colocate``. External engines have none."""
     train = 0 if args.debug_rollout_only else args.world_size
-    engines = _num_engine_slots(args)
-    return (max(train, engines), 0) if args.colocate else (train + engines, train)
+    engines = 0 if args.debug_train_only or args.rollout_external else args.rollout_num_gpus
+    total, first = (max(train, engines), 0) if args.colocate else (train + engines, train)
+    return SlotLayout(total, first, train, engines)
 
 
 def worker_env() -> dict[str, str]:

@@ -74,9 +74,10 @@ def test_ray_keeps_no_record_of_calls_and_has_room_for_engines_that_join(
     monkeypatch.setattr(cluster.ray, "shutdown", lambda: None)
     monkeypatch.setattr(cluster, "start_reaper", lambda folder: None)
     monkeypatch.setattr(cluster, "followed", lambda folder: contextlib.nullcontext())
-    monkeypatch.setattr(cluster, "_preloading", lambda args: contextlib.nullcontext())
+    monkeypatch.setattr(cluster, "preloading", lambda *_, **__: contextlib.nullcontext())
     args = {"debug_rollout_only": False, "debug_train_only": True, "world_size": 2, "colocate": False}
     args |= {"rollout_num_gpus": 0, "rollout_external": False, "engines_port": engines_port}
+    args |= {"train_backend": "megatron", "output_dir": "outputs", "experiment_name": "run"}
     with cluster.running_cluster(Namespace(**args)):
         assert seen == [(slots, "0")]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import subprocess
 import threading
-from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -101,8 +100,8 @@ def remote(monkeypatch: pytest.MonkeyPatch) -> Remote:
 
 
 def test_a_node_that_has_not_started_is_not_silent_and_one_that_has_is_lost_after_half_a_minute(remote: Remote) -> None:
-    place = SimpleNamespace(rank=3)
-    node = RayOtherNode(NodeSlot(None, 0), Namespace(), place, 1, None, Path("log"))  # type: ignore[arg-type]
+    start = SimpleNamespace(place=SimpleNamespace(rank=3))
+    node = RayOtherNode(NodeSlot(None, 0), start, 1, Path("log"))  # type: ignore[arg-type]
     node.start()
     for _ in range(100):  # imports its code from a cold file system
         assert node.lost() is None
@@ -121,8 +120,8 @@ def test_a_node_that_has_not_started_is_not_silent_and_one_that_has_is_lost_afte
 
 
 def test_a_node_whose_start_fails_is_gone_with_the_cause(remote: Remote) -> None:
-    place = SimpleNamespace(rank=3)
-    node = RayOtherNode(NodeSlot(None, 0), Namespace(), place, 2, None, Path("log"))  # type: ignore[arg-type]
+    start = SimpleNamespace(place=SimpleNamespace(rank=3))
+    node = RayOtherNode(NodeSlot(None, 0), start, 2, Path("log"))  # type: ignore[arg-type]
     node.start()
     remote.results["start"] = RuntimeError("no free port")
     assert node.lost() == "engine 3 node 2 is gone: RuntimeError: no free port"
