@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from slime.config.run_config import RunConfig
+from slime.config.groups import RunConfig
 from slime.data.sample import Sample
 from slime.ray.journal import Entry, Journal
 

@@ -17,7 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from slime.backends.megatron_utils.offline import OfflineModel, read_options, run_tool
-from slime.config.run_config import RunConfig
+from slime.config.groups import RunConfig
 from slime.utils.errors import ConfigError
 
 

@@ -171,3 +171,12 @@ class ModelCopyArgs:
     megatron_config_path: str | None = _flag(
         None, "YAML file with values that differ for the roles actor and critic.", metavar="FILE"
     )
+
+
+def needs_reference(args: Any) -> bool:
+    """Whether a reference model takes part in the objective, as a loss or in the rewards.
+
+    Args:
+        args: the run's arguments, or those of the algorithm alone.
+    """
+    return bool(args.use_kl_loss or args.kl_coef != 0)

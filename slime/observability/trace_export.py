@@ -18,7 +18,7 @@ import urllib.request
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from slime.config.run_config import RunConfig
+from slime.config.groups import RunConfig
 from slime.data.ledger import ledger_path
 from slime.data.sample import Sample
 from slime.data.schedule import SCHEDULE, Schedule

@@ -10,10 +10,10 @@ from typing import Any, Literal
 
 import ray
 
+from slime.algorithms.arguments import needs_reference
 from slime.backends.protocols import TRAINER_PARTS, EngineFleet, TrainerPart, TrainReport
-from slime.config.resolve.paths import needs_reference
+from slime.config.groups import RunConfig
 from slime.config.roles import critic_args, needs_critic, role_args
-from slime.config.run_config import RunConfig
 from slime.ray.placement_group import GpuSlots
 from slime.ray.run.cluster import NOSET_VISIBLE_DEVICES, allocator_env, nccl_as_engines, worker_env
 from slime.ray.run.restart import continued

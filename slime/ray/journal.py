@@ -31,7 +31,7 @@ from slime.backends.training.arguments import CheckpointArgs, TrainerArgs
 from slime.backends.training.checkpoint_files import iteration_directory, iteration_of, what_is_torn
 from slime.batch.arguments import ReplayArgs
 from slime.config.arguments import ClusterArgs
-from slime.config.run_config import RunConfig
+from slime.config.groups import RunConfig
 from slime.data.arguments import BatchSizeArgs, RunLengthArgs
 from slime.data.sample import SampleGroup, iter_samples
 from slime.rollout.arguments import FilterArgs, GenerationArgs, RewardModelArgs

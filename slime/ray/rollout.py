@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 import ray
 
 from slime.batch.ship import Shipper
-from slime.config.run_config import RunConfig
+from slime.config.groups import RunConfig
 from slime.data.dump_file import load_debug_rollout_data, save_debug_rollout_data, save_tokenizer
 from slime.data.sample import Sample, iter_samples
 from slime.hooks.load import load_function, load_optional

@@ -367,12 +367,12 @@ def train(args: Namespace, replayed: Replayed, rollout: int) -> tuple[dict[str, 
     Returns:
         Metrics of the step, and means over the sample.
     """
+    from slime.algorithms.arguments import needs_reference
     from slime.batch.compile import compile_train_data
     from slime.batch.rewards import RewardArgs
     from slime.batch.schedule import MicroBatchArgs, ParallelLayout
     from slime.batch.ship import split_by_dp
     from slime.config.groups import from_args, with_values
-    from slime.config.resolve.paths import needs_reference
     from slime.hooks.load import load_optional
     from slime.ray.train_actor import trainer_class
 

@@ -15,12 +15,12 @@ from tests.architecture.sources import ROOT, Module, modules
 
 # Name of a measure -> today's number. Measures in LEAST must not fall below it, all others must not exceed it.
 LIMITS: dict[str, float] = {
-    "files": 384,
-    "lines": 76980,
-    "small files, %": 17.23,
-    "functions that take args, %": 4.22,
+    "files": 381,
+    "lines": 76495,
+    "small files, %": 17.06,
+    "functions that take args, %": 3.73,
     "writes to args": 0,
-    "getattr and hasattr per 1000 lines": 1.17,
+    "getattr and hasattr per 1000 lines": 0.86,
     "broad except per 1000 lines": 0.37,
     "comments per 1000 lines": 36,
     "modules imported by one file": 20,

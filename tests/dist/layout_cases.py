@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from benchmarks.experts import megatrons_layer
+from slime.algorithms.arguments import needs_reference
 from slime.backends.megatron_utils.actor import MegatronTrainer
-from slime.config.resolve.paths import needs_reference
 from slime.utils.errors import SlimeError
 from tests.unit.megatron_utils.fake_deep_gemm import make_package
 from tests.unit.megatron_utils.tiny_trainer import make_args, split_batch, weights_of

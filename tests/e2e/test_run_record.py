@@ -18,8 +18,8 @@ from benchmarks.made_run import make_run
 from slime.observability.metric_table import describe
 from slime.observability.metric_utils import request_metrics
 from slime.observability.sample_record import read_rows, record_file, sample_of_row, train_files
-from slime.observability.trace_events import timeline_rows
 from tests.e2e.running import PLUGINS, ROOT, metrics, run_train
+from tools.trace_timeline_viewer import timeline_rows
 
 NUM_SAMPLES = 16
 

@@ -26,8 +26,7 @@ from slime.backends.megatron_utils.model_rules import padded_vocab_size, sees_me
 from slime.backends.megatron_utils.patches.install import install
 from slime.backends.training.arguments import ParallelArgs, TrainerArgs
 from slime.backends.training.hf_files import save_hf_directory
-from slime.config.groups import from_args
-from slime.config.run_config import RunConfig
+from slime.config.groups import RunConfig, from_args
 from slime.models.family import Rule, local_name
 from slime.models.hf_shape import read_shape
 from slime.models.shape import ModelShape

@@ -22,10 +22,9 @@ from slime.backends.megatron_utils.model_rules import sees_media
 from slime.backends.megatron_utils.patches.install import install
 from slime.backends.training.arguments import ParallelArgs, TrainerArgs
 from slime.backends.training.checkpoint_source import Source, inspect_checkpoint
-from slime.config.groups import defaults_of, from_args, groups_in, unsupported_flags, with_values
+from slime.config.groups import RunConfig, defaults_of, from_args, groups_in, unsupported_flags, with_values
 from slime.config.help_text import UNKNOWN
 from slime.config.parse import EngineNamespace, parse
-from slime.config.run_config import RunConfig
 from slime.models.config_json import load_model_config, text_part
 from slime.models.hf_shape import read_shape
 from slime.utils.errors import ConfigError, SlimeError

@@ -29,7 +29,7 @@ from slime.backends.training.adapter_files import shared_description
 from slime.backends.training.arguments import OptimizerArgs, ParallelArgs, PluginArgs, PrecisionArgs
 from slime.backends.training.attention import choose_kernel
 from slime.batch.arguments import BatchArgs
-from slime.config.run_config import RunConfig
+from slime.config.groups import RunConfig
 from slime.hooks.load import load_optional
 from slime.models.lora import LoraConfig
 from slime.models.shape import ModelShape

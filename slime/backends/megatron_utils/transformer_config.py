@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from slime.backends.megatron_utils.arguments import ExpertArgs, ModelArgs
 from slime.backends.megatron_utils.precision_rules import has_te_attention, uses_transformer_engine
 from slime.backends.training.arguments import ParallelArgs, PluginArgs, PrecisionArgs
-from slime.config.run_config import RunConfig
+from slime.config.groups import RunConfig
 from slime.models.hf_shape import read_shape
 from slime.models.shape import DeltaNetShape, MlaShape, ModelShape, MoeShape, YarnRope
 

@@ -12,10 +12,9 @@ from typing import Any
 import torch.distributed as dist
 
 from slime.algorithms import credit as formulas
-from slime.algorithms.arguments import AlgorithmArgs, DistillationArgs
+from slime.algorithms.arguments import AlgorithmArgs, DistillationArgs, needs_reference
 from slime.algorithms.types import Credit, CreditData, Ragged
 from slime.backends.training.custom import CustomFunctions
-from slime.config.resolve.paths import needs_reference
 from slime.utils import accelerator
 from slime.utils.errors import DataError
 

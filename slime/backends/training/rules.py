@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from slime.algorithms.arguments import needs_reference
 from slime.backends.training.adapter_files import adapter_problems, describe_adapter, state_problems
 from slime.backends.training.arguments import CheckpointArgs
 from slime.backends.training.checkpoint_files import complete_iterations
@@ -16,7 +17,6 @@ from slime.backends.training.checkpoint_source import Source, find_start, foreig
 from slime.backends.training.export_files import foreign_content, refusal
 from slime.config import notices
 from slime.config.groups import from_args
-from slime.config.resolve.paths import needs_reference
 from slime.models.hf_shape import read_shape
 from slime.models.lora import LoraConfig
 from slime.models.shape import ModelShape

@@ -20,7 +20,7 @@ from slime.backends.training.checkpoint_files import FAILED_STEPS
 from slime.backends.training.data import MicroBatch, RankPlace, TrainBatch
 from slime.backends.training.loss import LossContext, MicroBatchLoss, names_of_all
 from slime.batch.arguments import ReplayArgs
-from slime.config.run_config import RunConfig
+from slime.config.groups import RunConfig
 from slime.data.columns import TOKEN_VALUES
 from slime.observability.sample_record import record_training
 from slime.observability.tracking import run_directory
@@ -318,21 +318,31 @@ class BadSteps:
         return f"is in {path}"
 
 
-def keep_batch(run: RunConfig, rollout_id: int, columns: dict[str, Any], place: RankPlace) -> None:
-    """Write the samples of the run's record, and ``--save-debug-train-data``.
+@dataclass(frozen=True)
+class BatchRecord:
+    """The files of this rank's trained samples.
 
-    Args:
-        columns: the rank's columns with whole responses, log-probs and advantages included.
-        place: of the rank.
+    Attributes:
+        directory: the run's folder.
+        limit: samples of each rollout in the run's record.
+        template: ``--save-debug-train-data``.
     """
-    template, limit = run[ReplayArgs].save_debug_train_data, run.values["record_samples"]
-    if template is None and limit == 0:
-        return
-    # ranks that share samples have the same columns: one of them writes
-    if not place.keeps_batch:
-        return
-    if limit > 0:
-        directory = run_directory(run.args)
-        record_training(directory, columns, rollout_id=rollout_id, limit=limit, data_parallel_rank=place.dp_rank)
-    if template is not None:
-        save_debug_train_data(template, rollout_id=rollout_id, rollout_data=columns, group=place.dp_group)
+
+    directory: Path
+    limit: int
+    template: str | None
+
+    @classmethod
+    def of(cls, run: RunConfig) -> BatchRecord:
+        return cls(run_directory(run.args), run.values["record_samples"], run[ReplayArgs].save_debug_train_data)
+
+    def keep(self, rollout_id: int, columns: dict[str, Any], place: RankPlace) -> None:
+        """Write the rank's columns, with whole responses, log-probs and advantages included."""
+        # ranks that share samples have the same columns: one of them writes
+        if not place.keeps_batch:
+            return
+        if self.limit > 0:
+            directory, rank = self.directory, place.dp_rank
+            record_training(directory, columns, rollout_id=rollout_id, limit=self.limit, data_parallel_rank=rank)
+        if self.template is not None:
+            save_debug_train_data(self.template, rollout_id=rollout_id, rollout_data=columns, group=place.dp_group)

@@ -39,16 +39,15 @@ from slime.backends.training.loss import LossContext, Objective, response_log_pr
 from slime.backends.training.offload import BaseReference, DeviceMemory, WeightBackup
 from slime.backends.training.steps import (
     BadSteps,
+    BatchRecord,
     NonFiniteGradients,
     ReadOutput,
     StepResult,
-    keep_batch,
     rollout_report,
     warn_if_off_policy,
 )
 from slime.batch.arguments import BatchArgs
-from slime.config.groups import from_args
-from slime.config.run_config import RunConfig
+from slime.config.groups import RunConfig, from_args
 from slime.data.engine_fields import adapter_fields, check_sampling_sets
 from slime.models.lora import LoraConfig
 from slime.observability.profile_utils import TrainProfiler, timed
@@ -82,6 +81,7 @@ class TrainerBase(ABC):
         self._vocab_size = vocab_size
         self._custom = CustomFunctions.load(args, vocab_size=vocab_size)
         self._profiler = TrainProfiler(args, rank)
+        self._record = BatchRecord.of(self._run)
         self._memory: DeviceMemory | None = None
         self._reference: WeightBackup | BaseReference | None = None
         self._teacher: WeightBackup | None = None
@@ -272,7 +272,7 @@ class TrainerBase(ABC):
                 steps = self._run_steps(rollout_id, train_batch)
             report = self._report(rollout_id, train_batch)
         # after the steps, which may add log-probs to the columns
-        keep_batch(self._run, rollout_id, train_batch.columns, self._place)
+        self._record.keep(rollout_id, train_batch.columns, self._place)
         self._profiler.end_rollout(rollout_id)
         self._refresh_copies(rollout_id)
         return TrainReport(steps if self._place.is_main else [], report, seconds)

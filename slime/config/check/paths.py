@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from itertools import combinations
 from pathlib import Path
 
+from slime.algorithms.arguments import needs_reference
 from slime.config import notices
 from slime.config.groups import flag_of
-from slime.config.resolve.paths import PATH_FLAGS, UsedPath, needs_reference, used_paths
+from slime.config.resolve.paths import PATH_FLAGS, UsedPath, used_paths
 
 
 def _empty(args: Namespace) -> Iterator[str]:

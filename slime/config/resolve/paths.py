@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from slime.algorithms.arguments import needs_reference
 from slime.config import notices
 from slime.config.groups import flag_of
 from slime.utils.errors import ConfigError
@@ -165,15 +166,6 @@ def reference(args: Namespace) -> None:
     elif args.hf_checkpoint is not None:
         args.ref_load = args.hf_checkpoint
         notices.info(args, "--ref-load", f"not given: the reference model is --hf-checkpoint {args.hf_checkpoint}")
-
-
-def needs_reference(args: Any) -> bool:
-    """Whether a reference model takes part in the objective, as a loss or in the rewards.
-
-    Args:
-        args: the run's arguments, or those of the algorithm alone.
-    """
-    return bool(args.use_kl_loss or args.kl_coef != 0)
 
 
 def _holds_checkpoint(path: str) -> bool:

@@ -20,7 +20,7 @@ import ray
 
 from slime.backends.protocols import EngineFleet, TrainReport
 from slime.backends.training.checkpoint_files import iteration_directory
-from slime.config.run_config import RunConfig
+from slime.config.groups import RunConfig
 from slime.data.schedule import WeightHistory
 from slime.hooks.load import load_function
 from slime.observability.console import Console, Row

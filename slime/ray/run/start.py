@@ -14,7 +14,7 @@ import ray
 
 from slime.backends.training.rules import resumed_from
 from slime.config.arguments import ClusterArgs
-from slime.config.run_config import RunConfig
+from slime.config.groups import RunConfig
 from slime.data.schedule import WEIGHTS, WeightHistory, read_schedule
 from slime.observability.console import START, Console, ConsoleArgs
 from slime.observability.run_log import FILE, RUN_LOG

@@ -9,7 +9,7 @@ from argparse import Namespace
 
 import pytest
 
-from slime.config.run_config import RunConfig
+from slime.config.groups import RunConfig
 from slime.data.arguments import BatchSizeArgs, RunLengthArgs
 from slime.ray.arguments import GROUPS
 from tests.unit.config.tiny_command import TinyCommand

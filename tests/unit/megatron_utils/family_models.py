@@ -11,7 +11,7 @@ from megatron.core import parallel_state as mpu
 
 from slime.backends.megatron_utils.model.build import build_model
 from slime.backends.megatron_utils.transformer_config import build_config
-from slime.config.run_config import RunConfig
+from slime.config.groups import RunConfig
 from slime.models.hf_shape import read_shape
 from slime.models.shape import ModelShape
 from tests.unit.megatron_utils.tiny_trainer import make_args

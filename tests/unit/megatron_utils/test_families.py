@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from slime.config.run_config import RunConfig
+from slime.config.groups import RunConfig
 from slime.models.family import NOT_BUILT, families, why_not_built
 from slime.utils.errors import ConfigError
 from tests.unit.megatron_utils.tiny_families import (

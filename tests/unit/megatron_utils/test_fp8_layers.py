@@ -11,8 +11,7 @@ import torch
 from slime.backends.megatron_utils.process_groups import init_distributed
 from slime.backends.training import pieces
 from slime.backends.training.arguments import ParallelArgs, TrainerArgs
-from slime.config.groups import from_args
-from slime.config.run_config import RunConfig
+from slime.config.groups import RunConfig, from_args
 from slime.utils.errors import ConfigError
 from tests.unit.megatron_utils.fake_transformer_engine import fake_transformer_engine
 from tests.unit.megatron_utils.tiny_trainer import make_args, make_hf_model, single_rank

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from slime.backends.training.attention import plan_attention
-from slime.config.run_config import RunConfig
+from slime.config.groups import RunConfig
 from slime.utils.errors import ConfigError
 from tests.unit.megatron_utils.tiny_families import make_family_checkpoint, packed_logits, saved_tensors
 from tests.unit.megatron_utils.tiny_trainer import VOCAB, make_args

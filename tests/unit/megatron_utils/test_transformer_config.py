@@ -14,7 +14,7 @@ from slime.algorithms import logprobs
 from slime.backends.megatron_utils.precision_rules import has_te_attention
 from slime.backends.megatron_utils.transformer_config import transformer_config_kwargs
 from slime.backends.protocols import weights_dtype
-from slime.config.run_config import RunConfig
+from slime.config.groups import RunConfig
 from slime.models.hf_shape import read_shape, shape_from_config
 from slime.models.shape import ModelShape
 from tests.unit.megatron_utils.hub_models import DEEPSEEK_V3, GLM45_AIR, MOONLIGHT, QWEN3_4B, QWEN3_30B

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from slime.config.run_config import RunConfig
+from slime.config.groups import RunConfig
 from slime.utils.errors import ConfigError, DataError
 from tests.unit.megatron_utils.tiny_trainer import make_args, make_batch, single_rank
 from tests.unit.megatron_utils.tiny_vision_models import (

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from slime.config.run_config import RunConfig
+from slime.config.groups import RunConfig
 from slime.data.dump_file import save_debug_rollout_data
 from slime.data.sample import Sample
 from slime.hooks.load import check_hooks

@@ -16,7 +16,6 @@ import torch
 
 from slime.data.sample import Sample
 from slime.observability.metric_utils import request_metrics
-from slime.observability.trace_events import perfetto_events, timeline_rows
 from slime.observability.trace_utils import (
     TRACE_CHILDREN_KEY,
     bind_trace,
@@ -30,6 +29,7 @@ from slime.observability.trace_utils import (
 )
 from slime.rollout.failures import Attempts
 from slime.utils.net import free_port
+from tools.trace_timeline_viewer import perfetto_events, timeline_rows
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from slime.backends.protocols import EngineInfo
-from slime.config.run_config import RunConfig
+from slime.config.groups import RunConfig
 from slime.ray.engines.fleet import RayEngineFleet, WaitingEngines
 from slime.ray.engines.recovery import RemoteEngines
 from slime.ray.run.device_handoff import DeviceHandoff

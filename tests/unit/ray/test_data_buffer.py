@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from slime.config.run_config import RunConfig
+from slime.config.groups import RunConfig
 from slime.data.ledger import LEDGER, audit, read_ledger
 from slime.data.sample import Sample
 from slime.ray import data_buffer

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from slime.backends.training import checkpoint_files
-from slime.config.run_config import RunConfig
+from slime.config.groups import RunConfig
 from slime.data.sample import Sample, iter_samples
 from slime.data.schedule import note_part
 from slime.ray import journal

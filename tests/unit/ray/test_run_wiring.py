@@ -11,8 +11,7 @@ import pytest
 
 from slime.backends.protocols import TrainReport
 from slime.config.arguments import SyncArgs
-from slime.config.groups import from_args
-from slime.config.run_config import RunConfig
+from slime.config.groups import RunConfig, from_args
 from slime.data.dump_file import save_debug_rollout_data
 from slime.data.sample import Sample
 from slime.models.cost import forward_flops
