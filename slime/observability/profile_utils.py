@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import time
-from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any, Literal
 
 import torch
 
-from slime.config.groups import from_args
+from slime.config.groups import RunConfig
 from slime.observability.arguments import ProfileArgs
 from slime.observability.tracking import run_directory
 from slime.utils import accelerator
@@ -38,12 +37,12 @@ class TrainProfiler:
     ``--profile-step-start`` and ``--profile-step-end`` count rollouts since the start of this process.
     """
 
-    def __init__(self, args: Namespace, rank: int) -> None:
-        self._settings = from_args(ProfileArgs, args)
+    def __init__(self, run: RunConfig, rank: int) -> None:
+        self._settings = run[ProfileArgs]
         self._rank = rank
         named = self._settings.tensorboard_dir
         if named is None and self._settings.use_pytorch_profiler:
-            named = str(run_directory(args) / "profile")
+            named = str(run_directory(run.args) / "profile")
         self._directory = Path(named or ".")
         self._num_rollouts = 0
         self._overall: Any = None

@@ -21,7 +21,7 @@ import numbers
 import os
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -116,7 +116,12 @@ def create_tracker(args: Namespace, *, is_new: bool = False) -> Tracker:
     # Decided once: two clocks would put one run into two folders.
     started = time.strftime("%Y%m%d_%H%M%S")
     directory = run_directory(args, started)
+    sinks: list[Sink] = []
     with contextlib.ExitStack() as opened:  # closed again if something cannot be
+
+        def add(sink: Sink) -> None:
+            sinks.append(opened.enter_context(contextlib.closing(sink)))
+
         try:
             directory.mkdir(parents=True, exist_ok=True)
             # Before any file is opened: another live run may write to this folder.
@@ -124,14 +129,25 @@ def create_tracker(args: Namespace, *, is_new: bool = False) -> Tracker:
             if is_new and directory not in _started:
                 _set_aside(directory, started, [value for value in vars(args).values() if isinstance(value, str)])
             _started.add(directory)
-            sinks: list[Sink] = [opened.enter_context(contextlib.closing(JsonlSink(directory / "metrics.jsonl")))]
+            add(JsonlSink(directory / "metrics.jsonl"))
             write_run_info(directory, args)
         except OSError as error:
             raise ConfigError(
                 f"--output-dir {args.output_dir}: cannot write to {directory}: {error.strerror or error}. "
                 "Name a folder that can be written."
             ) from None
-        sinks += (opened.enter_context(contextlib.closing(sink)) for sink in _chosen_sinks(args, directory, started))
+        events = event_directory(args, started)
+        if events is not None:
+            add(TensorboardSink(events))
+            logger.info("metrics: %s; curves: tensorboard --logdir %s", directory / "metrics.jsonl", events)
+        add(LogSink(is_shown=args.log_metric_lines))
+        if args.use_wandb:
+            add(WandbSink(args))
+        if args.metrics_port is not None:
+            add(PrometheusSink(args.metrics_host, args.metrics_port, directory))
+        for name in dict.fromkeys(args.trackers):
+            with translated(partial(_not_started, name)):  # such as a server that is away, a key that is refused
+                add(TRACKERS[name](args.wandb_project or "slime", plain_settings(vars(args)), directory))
         # Everything is open. From here on the tracker closes it.
         opened.pop_all()
     return Tracker(
@@ -169,23 +185,6 @@ def _lock(directory: Path) -> RunLock:
     return RunLock(
         directory, f"--experiment-name {directory.name}", "Give this run another name, or another --output-dir"
     )
-
-
-def _chosen_sinks(args: Namespace, directory: Path, started: str) -> Iterator[Sink]:
-    """The sinks that flags choose."""
-    events = event_directory(args, started)
-    if events is not None:
-        yield TensorboardSink(events)
-        logger.info("metrics: %s; curves: tensorboard --logdir %s", directory / "metrics.jsonl", events)
-    yield LogSink(is_shown=args.log_metric_lines)
-    if args.use_wandb:
-        yield WandbSink(args)
-    if args.metrics_port is not None:
-        yield PrometheusSink(args.metrics_host, args.metrics_port, directory)
-    for name in dict.fromkeys(args.trackers):
-        with translated(partial(_not_started, name)):  # such as a server that is away, a key that is refused
-            sink = TRACKERS[name](args.wandb_project or "slime", plain_settings(vars(args)), directory)
-        yield sink
 
 
 def _not_started(name: str, error: BaseException) -> ConfigError:

@@ -16,14 +16,13 @@ import json
 import logging
 import signal
 import sys
-from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
 from slime.backends.megatron_utils.server.app import ServedModel, make_app, serving, warm_up
 from slime.backends.megatron_utils.server.arguments import TeacherServerArgs, validate_megatron_server_args
 from slime.backends.megatron_utils.server.queue import RoundSettings, Score, ScoreQueue, ScoreRequest
-from slime.backends.training.arguments import CheckpointArgs
+from slime.backends.training.arguments import CheckpointArgs, ParallelArgs
 from slime.backends.training.checkpoint_source import find_start
 from slime.batch.schedule import ParallelLayout
 from slime.config.groups import from_args
@@ -32,7 +31,7 @@ from slime.observability.logging_utils import configure_logger
 from slime.observability.run_info import hide_secrets
 from slime.ray.actor_group import RayTrainGroup
 from slime.ray.arguments import parse_server_args
-from slime.ray.placement_group import GpuSlots, create_placement_groups, release_placement_groups
+from slime.ray.placement_group import create_placement_groups, release_placement_groups
 from slime.ray.run.cluster import running_cluster
 from slime.ray.run.restart import exit_status
 from slime.ray.train_actor import TrainActor
@@ -58,17 +57,14 @@ class ScoringActor(TrainActor):
 class ScoringGroup(RayTrainGroup):
     """All ranks, addressed as one. Every call blocks, and has a deadline."""
 
-    def __init__(self, args: Namespace, slots: GpuSlots) -> None:
-        super().__init__(args, slots, "scorer", ScoringActor)
-        self._timeout_s: float = args.train_timeout
-        self._start_timeout_s: float = args.trainer_start_timeout
-        self._dp_ranks: list[int] = []
+    _dp_ranks: list[int]
 
     def setup(self) -> None:
         """Build the model and load its weights, on all ranks."""
-        refs, timeout_s = self.start_setup(with_ref=False), self._start_timeout_s
+        refs, timeout_s = self.start_setup(with_ref=False), self._args.trainer_start_timeout
         get(refs, timeout_s, "the model", "--trainer-start-timeout", reports_work=True)
-        self._dp_ranks = get(self._all("rank_in_data_parallel"), self._timeout_s, "the ranks to say where they stand")
+        what = "the ranks to say where they stand"
+        self._dp_ranks = get(self._all("rank_in_data_parallel"), self._args.train_timeout, what)
 
     def score(self, by_dp_rank: list[list[list[ScoreRequest]]]) -> list[list[list[Score]]]:
         """Data-parallel rank -> micro-batches -> requests, and the same for the answers."""
@@ -77,7 +73,7 @@ class ScoringGroup(RayTrainGroup):
         ]
         answers: list[list[list[Score]]] = [[] for _ in by_dp_rank]
         for dp_rank, answer in zip(
-            self._dp_ranks, get(refs, self._timeout_s, "the scores", "--train-timeout"), strict=True
+            self._dp_ranks, get(refs, self._args.train_timeout, "the scores", "--train-timeout"), strict=True
         ):
             if answer is not None:
                 answers[dp_rank] = answer
@@ -88,27 +84,8 @@ class ScoringGroup(RayTrainGroup):
         get(self._all("load", path), timeout_s, f"the weights of {path} to be loaded", "timeout_s of the request")
 
 
-def launch(args: Namespace) -> None:
-    """Start the ranks and serve until SIGTERM or Ctrl-C. Arguments are those of :func:`parse_server_args`."""
-    validate_megatron_server_args(args)
-    slots = create_placement_groups(args)
-    try:
-        group = ScoringGroup(args, slots["actor"])
-        try:
-            group.setup()
-            settings = from_args(TeacherServerArgs, args)
-            start = find_start(from_args(CheckpointArgs, args), args.hf_checkpoint).directory
-            queue = ScoreQueue(group.score, group.load, _round_settings(args), start)
-            vocab_size = read_shape(args.hf_checkpoint).vocab_size
-            model = ServedModel(vocab_size, args.rollout_temperature, _shown(vars(args)))
-            asyncio.run(_serve(queue, model, settings, start))
-        finally:
-            group.kill()
-    finally:
-        release_placement_groups(slots)
-
-
 async def _serve(queue: ScoreQueue, model: ServedModel, settings: TeacherServerArgs, start: str) -> None:
+    """Serve until SIGTERM or Ctrl-C."""
     asked_to_end = asyncio.Event()
     # Handlers instead of exceptions, so that the HTTP server closes before the ranks end.
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -130,19 +107,16 @@ async def _serve(queue: ScoreQueue, model: ServedModel, settings: TeacherServerA
                 await task
 
 
-def _round_settings(args: Namespace) -> RoundSettings:
+def _round_settings(world_size: int, parallel: ParallelArgs, tokens_per_gpu: int | None) -> RoundSettings:
+    context, pipeline = parallel.context_parallel_size, parallel.pipeline_model_parallel_size
     layout = ParallelLayout.of(
-        args.world_size,
-        tensor=args.tensor_model_parallel_size,
-        pipeline=args.pipeline_model_parallel_size,
-        context=args.context_parallel_size,
+        world_size, tensor=parallel.tensor_model_parallel_size, pipeline=pipeline, context=context
     )
-    tokens = args.log_probs_max_tokens_per_gpu or args.max_tokens_per_gpu or 0
     return RoundSettings(
-        max_tokens=tokens * args.context_parallel_size,
+        max_tokens=(tokens_per_gpu or 0) * context,
         data_parallel_size=layout.dp_size,
-        num_micro_batches=args.pipeline_model_parallel_size + 1,
-        multiple=args.microbatch_group_size_per_vp_stage or 1,
+        num_micro_batches=pipeline + 1,
+        multiple=parallel.microbatch_group_size_per_vp_stage or 1,
     )
 
 
@@ -164,8 +138,21 @@ def main() -> None:
     for notice in args.notices:
         if notice.level == "warning":
             logger.warning("%s", notice)
-    with exit_status(), running_cluster(args):
-        launch(args)
+    with exit_status(), running_cluster(args), contextlib.ExitStack() as started:
+        validate_megatron_server_args(args)
+        slots = create_placement_groups(args)
+        started.callback(release_placement_groups, slots)
+        group = ScoringGroup(args, slots["actor"], "scorer", ScoringActor)
+        started.callback(group.kill)
+        group.setup()
+        settings = from_args(TeacherServerArgs, args)
+        start = find_start(from_args(CheckpointArgs, args), args.hf_checkpoint).directory
+        tokens = args.log_probs_max_tokens_per_gpu or args.max_tokens_per_gpu
+        rounds = _round_settings(args.world_size, from_args(ParallelArgs, args), tokens)
+        queue = ScoreQueue(group.score, group.load, rounds, start)
+        vocab_size = read_shape(args.hf_checkpoint).vocab_size
+        model = ServedModel(vocab_size, args.rollout_temperature, _shown(vars(args)))
+        asyncio.run(_serve(queue, model, settings, start))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from slime.data.sample import Sample
 from slime.observability.sample_record import Example
 from slime.utils.errors import DataError
 
-__all__ = ["Box", "RolloutResult", "Transport", "actor_options", "boxed", "process_rollout_data"]
+__all__ = ["Box", "RolloutResult", "Transport", "actor_options", "boxed", "check_provenance", "process_rollout_data"]
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,39 @@ def process_rollout_data(
     if raw is not None and "partition" in columns:
         columns = columns | {"local_raw_reward": [raw[position] for position in columns["partition"]]}
     return columns
+
+
+def check_provenance(
+    rollout_id: int,
+    batch: dict[str, Any],
+    version: str | None,
+    *,
+    oldest: str | None = None,
+    allows_older: bool = False,
+) -> None:
+    """Refuse tokens of other weights than those of the last sync before the rollout.
+
+    Args:
+        version: weight version of the engines at the end of the rollout.
+        oldest: their version at its start, if older.
+        allows_older: responses may have been begun with earlier weights (``--partial-rollout``, rollout functions
+            that keep groups under way).
+    """
+    if version is None:
+        return  # replayed rollouts and supervised data: no engine was involved
+    for index, versions in zip(batch["sample_indices"], batch.get("weight_versions") or [], strict=False):
+        # numbers are compared as numbers: as text "10" would be older than "9"
+        first = 0 if allows_older else int(oldest or version)
+        foreign = {
+            found
+            for found in set(versions) - {version}
+            if not (found.isdecimal() and first <= int(found) <= int(version))
+        }
+        if foreign:
+            raise DataError(
+                f"sample {index} of rollout {rollout_id} was generated with weight versions {versions}, but the "
+                f"engines held version {version}: a weight sync did not reach the engine that made it."
+            )
 
 
 # Memory that holds a rank's batch until its trainer reads it (--rollout-data-transport).

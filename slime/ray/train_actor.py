@@ -25,19 +25,18 @@ from slime.observability.logging_utils import configure_logger
 from slime.ray.engines.fleet import RayEngineFleet
 from slime.ray.run.cluster import node_address
 from slime.ray.run.device_handoff import engines_share_devices
-from slime.ray.shards import Box, boxed, process_rollout_data
+from slime.ray.shards import Box, boxed, check_provenance, process_rollout_data
 from slime.ray.watch.heartbeat import register_process
 from slime.ray.weight_updater import canary_of, root_proof, weight_updater
 from slime.rollout.arguments import DEFAULT_ROLLOUT_FUNCTION
 from slime.utils import accelerator
 from slime.utils.async_utils import exits_are_errors
-from slime.utils.errors import DataError
 from slime.utils.memory_utils import bytes_of
 from slime.utils.net import PortClaim, claim_ports
 from slime.weight_sync.session import WeightUpdate
 from slime.weight_sync.tensor_files import checksum_function, content_hash
 
-__all__ = ["SyncReport", "TrainActor", "check_provenance", "trainer_class"]
+__all__ = ["SyncReport", "TrainActor", "trainer_class"]
 
 logger = logging.getLogger(__name__)
 
@@ -237,36 +236,3 @@ def trainer_class(backend: str, role: Literal["actor", "critic", "scorer"]) -> C
             return FsdpTrainer
         case other:
             raise ValueError(f"no trainer for {other}")
-
-
-def check_provenance(
-    rollout_id: int,
-    batch: dict[str, Any],
-    version: str | None,
-    *,
-    oldest: str | None = None,
-    allows_older: bool = False,
-) -> None:
-    """Refuse tokens of other weights than those of the last sync before the rollout.
-
-    Args:
-        version: weight version of the engines at the end of the rollout.
-        oldest: their version at its start, if older.
-        allows_older: responses may have been begun with earlier weights (``--partial-rollout``, rollout functions
-            that keep groups under way).
-    """
-    if version is None:
-        return  # replayed rollouts and supervised data: no engine was involved
-    for index, versions in zip(batch["sample_indices"], batch.get("weight_versions") or [], strict=False):
-        # numbers are compared as numbers: as text "10" would be older than "9"
-        first = 0 if allows_older else int(oldest or version)
-        foreign = {
-            found
-            for found in set(versions) - {version}
-            if not (found.isdecimal() and first <= int(found) <= int(version))
-        }
-        if foreign:
-            raise DataError(
-                f"sample {index} of rollout {rollout_id} was generated with weight versions {versions}, but the "
-                f"engines held version {version}: a weight sync did not reach the engine that made it."
-            )

@@ -82,6 +82,16 @@ class AsyncRolloutWorker:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._wake: asyncio.Event | None = None
 
+    def patience(self) -> tuple[float, str]:
+        """Seconds after which a group must be finished, and the flag that decides them."""
+        args, rewards_s = self.args, 2 * self.args.rm_timeout
+        if args.custom_generate_function_path is None:
+            if args.rollout_request_timeout is None:
+                return args.rollout_timeout, "--rollout-timeout"
+            return args.rollout_request_timeout + rewards_s, "--rollout-request-timeout"
+        attempts = 1 + args.max_sample_retries
+        return attempts * args.custom_generate_timeout + rewards_s, "--custom-generate-timeout"
+
     def start(self) -> None:
         """Begin to generate."""
         self.running = True
@@ -296,7 +306,7 @@ async def _generate_rollout_async(args: Namespace, rollout_id: int, data_buffer:
     failures = FailureBudget(args.max_failed_share, args.rollout_batch_size * args.n_samples_per_prompt)
     groups: list[SampleGroup] = []
     all_groups: list[SampleGroup] = []
-    limit_s, flag = _patience(args)
+    limit_s, flag = worker.patience()
     bound = args.max_weight_staleness
     try:
         while len(groups) < args.rollout_batch_size:
@@ -337,17 +347,6 @@ async def _generate_rollout_async(args: Namespace, rollout_id: int, data_buffer:
     if failures.num_failed:
         metrics["rollout/failed_samples"] = failures.num_failed
     return RolloutFnTrainOutput(samples=groups, metrics=metrics | drops.metrics())
-
-
-def _patience(args: Namespace) -> tuple[float, str]:
-    """Seconds after which a group must be finished, and the flag that decides them."""
-    rewards_s: float = 2 * args.rm_timeout
-    if args.custom_generate_function_path is None:
-        if args.rollout_request_timeout is None:
-            return args.rollout_timeout, "--rollout-timeout"
-        return args.rollout_request_timeout + rewards_s, "--rollout-request-timeout"
-    attempts = 1 + args.max_sample_retries
-    return attempts * args.custom_generate_timeout + rewards_s, "--custom-generate-timeout"
 
 
 def _lag(rollout_id: int, group: SampleGroup) -> int:

@@ -54,7 +54,7 @@ class MegatronTrainer(MegatronWeights):
         with_ref: keep the reference model's weights in host memory and compute its log-probs.
     """
 
-    def __init__(self, args: Namespace, *, rank: int, world_size: int, with_ref: bool) -> None:
+    def __init__(self, args: Namespace, *, rank: int, world_size: int, with_ref: bool = False) -> None:
         self._shape = read_shape(args.hf_checkpoint, with_vision=sees_media(args))
         super().__init__(args, rank=rank, world_size=world_size, with_ref=with_ref, vocab_size=self._shape.vocab_size)
         if self._lora is not None:

@@ -324,7 +324,7 @@ class BatchRecord:
 
     Attributes:
         directory: the run's folder.
-        limit: samples of each rollout in the run's record.
+        limit: samples of each rollout in the run's record. 0 keeps none.
         template: ``--save-debug-train-data``.
     """
 
@@ -334,7 +334,9 @@ class BatchRecord:
 
     @classmethod
     def of(cls, run: RunConfig) -> BatchRecord:
-        return cls(run_directory(run.args), run.values["record_samples"], run[ReplayArgs].save_debug_train_data)
+        limit = run.values["record_samples"]
+        directory = run_directory(run.args) if limit > 0 else Path()
+        return cls(directory, limit, run[ReplayArgs].save_debug_train_data)
 
     def keep(self, rollout_id: int, columns: dict[str, Any], place: RankPlace) -> None:
         """Write the rank's columns, with whole responses, log-probs and advantages included."""

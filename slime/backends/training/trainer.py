@@ -80,7 +80,7 @@ class TrainerBase(ABC):
         self._bad_steps = BadSteps(args.save or args.output_dir, rank)
         self._vocab_size = vocab_size
         self._custom = CustomFunctions.load(args, vocab_size=vocab_size)
-        self._profiler = TrainProfiler(args, rank)
+        self._profiler = TrainProfiler(self._run, rank)
         self._record = BatchRecord.of(self._run)
         self._memory: DeviceMemory | None = None
         self._reference: WeightBackup | BaseReference | None = None

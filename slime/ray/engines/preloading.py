@@ -50,6 +50,7 @@ from slime.utils.process import GUARD_FD_VARIABLE, GuardedProcess, has_ended, lo
 from slime.utils.torchvision_cpu import install as allow_torchvision_on_cpu
 
 FORK_SERVER = "SLIME_FORK_SERVER"
+FORK_SERVER_LOG = "fork_server.log"
 """Environment variable of all processes of a run: pid and socket of the fork server of its cluster, if any."""
 VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 # Defaults of SGLang's processes. Trainer and engines form one NCCL group, whose members must agree on both.
@@ -196,10 +197,6 @@ def fork_server_of(log: Path) -> ForkServer | ClusterForkServer:
         return ForkServer(log, server_env())
     pid, socket_path = os.environ[FORK_SERVER].split(maxsplit=1)
     return ClusterForkServer(int(pid), socket_path, log)
-
-
-def fork_server_log(args: Namespace) -> Path:
-    return engine_log_directory(args) / "fork_server.log"
 
 
 def engine_log_directory(args: Namespace) -> Path:

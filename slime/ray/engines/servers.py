@@ -32,7 +32,7 @@ from slime.config.groups import from_args
 from slime.ray.engines.actor import EngineActor, ExternalEngineActor, NodeSlot
 from slime.ray.engines.elastic import ElasticEngines, ServedModel
 from slime.ray.engines.fleet import EngineMemory, RayEngineFleet, WaitingEngines
-from slime.ray.engines.preloading import ClusterForkServer, engine_log_directory, fork_server_log, fork_server_of
+from slime.ray.engines.preloading import FORK_SERVER_LOG, ClusterForkServer, engine_log_directory, fork_server_of
 from slime.ray.engines.slot import WatchSettings
 from slime.ray.engines.slots import EngineSlots
 from slime.ray.placement_group import GpuSlots, check_room, release_placement_groups, reserve_engine
@@ -90,7 +90,7 @@ class RolloutServers(EngineMemory, ElasticEngines):
         topology = topology_of(self._args)
         places = topology.places(self._args.hf_checkpoint)
         if accelerator.current().is_cpu and any(places.values()):
-            self._fork_server = fork_server_of(fork_server_log(self._args))
+            self._fork_server = fork_server_of(engine_log_directory(self._args) / FORK_SERVER_LOG)
         for model in topology.models:
             updates = model.updates_weights
             by_rank = {place.rank: self._for_model(place, updates) for place in places[model.name]}

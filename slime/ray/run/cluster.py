@@ -26,7 +26,15 @@ from ray._private import parameter, services
 from slime.config.plan.memory import LARGEST_ROUNDED
 from slime.observability.console import START
 from slime.observability.run_log import RUN_LOG
-from slime.ray.engines.preloading import NCCL, VISIBLE_DEVICES, fork_server_log, forks_env, preloading, worker_variables
+from slime.ray.engines.preloading import (
+    FORK_SERVER_LOG,
+    NCCL,
+    VISIBLE_DEVICES,
+    engine_log_directory,
+    forks_env,
+    preloading,
+    worker_variables,
+)
 from slime.ray.run import worker_launcher
 from slime.ray.run.worker_logs import followed, received
 from slime.utils import accelerator
@@ -102,7 +110,7 @@ def running_cluster(args: Namespace) -> Iterator[None]:
                 slots = slot_layout(args)
                 if accelerator.current().is_cpu:
                     trainer = None if args.debug_rollout_only else f"slime.backends.{args.train_backend}_utils.actor"
-                    log, has_engines = fork_server_log(args), slots.engines > 0
+                    log, has_engines = engine_log_directory(args) / FORK_SERVER_LOG, slots.engines > 0
                     started.enter_context(preloading(log, forks_env(), trainer=trainer, has_engines=has_engines))
                 started.enter_context(followed(folder / "ray" / "session_latest" / "logs"))
                 started.callback(ray.shutdown)

@@ -16,7 +16,7 @@ import torch
 
 from slime.board.curves import MetricFile
 from slime.config.check.generation import _dumps
-from slime.config.groups import add_group
+from slime.config.groups import RunConfig, add_group
 from slime.data.sample import Sample
 from slime.observability import metric_table
 from slime.observability.arguments import OutputArgs, ProfileArgs
@@ -108,7 +108,7 @@ def profiled(tmp_path: Path, *flags: str) -> TrainProfiler:
     parser = argparse.ArgumentParser()
     add_group(parser, ProfileArgs)
     args = parser.parse_args([*flags, "--tensorboard-dir", str(tmp_path / "profile")])
-    return TrainProfiler(args, rank=1)
+    return TrainProfiler(RunConfig.of(args), rank=1)
 
 
 def run_rollouts(profiler: TrainProfiler, count: int) -> None:

@@ -14,8 +14,9 @@ from slime.backends.sglang_utils.fork_server import ForkedServer
 from slime.ray.engines import preloading
 from slime.ray.engines.preloading import (
     FORK_SERVER,
+    FORK_SERVER_LOG,
     ClusterForkServer,
-    fork_server_log,
+    engine_log_directory,
     fork_server_of,
     forks_env,
     imports_begun,
@@ -45,7 +46,7 @@ def args(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Namespace:
 
 
 def test_inside_a_cluster_that_preloads_everybody_uses_its_process_until_it_ends(args: Namespace) -> None:
-    log = fork_server_log(args)
+    log = engine_log_directory(args) / FORK_SERVER_LOG
     with preloading.preloading(log, {"OMP_NUM_THREADS": "1"}, trainer=None, has_engines=True):
         shared = fork_server_of(log)
         assert isinstance(shared, ClusterForkServer)
@@ -65,9 +66,9 @@ def test_inside_a_cluster_that_preloads_everybody_uses_its_process_until_it_ends
 
 def test_elsewhere_everybody_starts_one(args: Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preloading, "ForkServer", StandIn)
-    own = fork_server_of(fork_server_log(args))
+    own = fork_server_of(engine_log_directory(args) / FORK_SERVER_LOG)
     assert isinstance(own, StandIn)
-    assert own.log_path == fork_server_log(args)
+    assert own.log_path == engine_log_directory(args) / FORK_SERVER_LOG
 
 
 @pytest.mark.parametrize("is_changed", [False, True], ids=["same variables", "a user's function has set a variable"])
@@ -79,7 +80,9 @@ def test_a_run_uses_the_imports_that_began_before_its_flags_were_read(
         if is_changed:
             monkeypatch.setenv("READ_BY_A_MODULE", "1")
         monkeypatch.setenv("RAY_READ_LATER", "1")
-        with preloading.preloading(fork_server_log(args), forks_env(), trainer=None, has_engines=False):
+        with preloading.preloading(
+            engine_log_directory(args) / FORK_SERVER_LOG, forks_env(), trainer=None, has_engines=False
+        ):
             used = int(os.environ[WORKER_FORKS].split()[0])
             assert (used == process.pid) is not is_changed
             assert FORK_SERVER not in os.environ

@@ -8,8 +8,8 @@ import pytest
 import ray
 
 from slime.ray import train_actor
-from slime.ray.shards import Box, process_rollout_data
-from slime.ray.train_actor import TrainActor, check_provenance
+from slime.ray.shards import Box, check_provenance, process_rollout_data
+from slime.ray.train_actor import TrainActor
 from slime.rollout.arguments import DEFAULT_ROLLOUT_FUNCTION
 from slime.utils.errors import DataError
 

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from slime.backends.megatron_utils.server.queue import RoundSettings
+from slime.backends.training.arguments import ParallelArgs
+from slime.config.groups import from_args
 from slime.ray import logprob_server
 from slime.ray.logprob_server import parse_server_args
 from slime.utils.errors import ConfigError
@@ -64,7 +66,9 @@ def test_the_model_must_be_named(command: TinyCommand) -> None:
 
 def test_a_round_is_as_large_as_the_flags_of_memory_and_layout_say(command: TinyCommand) -> None:
     def settings(*flags: str) -> RoundSettings:
-        return logprob_server._round_settings(parse_server_args([*command.flags, *flags]))
+        args = parse_server_args([*command.flags, *flags])
+        parallel = from_args(ParallelArgs, args)
+        return logprob_server._round_settings(args.world_size, parallel, args.max_tokens_per_gpu)
 
     assert settings() == RoundSettings(max_tokens=0, data_parallel_size=2, num_micro_batches=2)
     budget = ("--max-tokens-per-gpu", "100", "--context-parallel-size", "2")

@@ -12,6 +12,7 @@ from slime.data import rows
 from slime.data.sample import Sample, iter_samples
 from slime.rollout import source_state
 from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer, make_data_source, pop_first
+from slime.rollout.prompt_data import fingerprint
 from slime.utils.errors import DataError
 from tests.unit.rollout.fake_engine import make_args
 
@@ -451,7 +452,7 @@ def test_a_large_file_is_read_in_blocks_and_its_ends_and_size_count(tmp_path, mo
 
     def digest(content):
         path.write_bytes(content)
-        return source_state.fingerprint(vars(args), None)["digest"]
+        return fingerprint(vars(args), None)["digest"]
 
     for size in (0, 5, 16, 63, 64, 80, 1000):
         content = bytes(i % 251 for i in range(size))

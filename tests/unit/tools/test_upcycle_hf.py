@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from slime.backends.megatron_utils.model.upcycling import Upcycling
 from slime.utils.errors import ConfigError
 from tests.programs import run_program
 from tests.unit.megatron_utils.tiny_trainer import VOCAB, make_hf_model
+from tools.upcycle_hf import Upcycling
 
 
 @pytest.mark.parametrize(("copies", "slices", "topk"), [(4, 1, 2), (3, 4, 8)])

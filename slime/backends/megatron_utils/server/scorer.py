@@ -11,7 +11,6 @@ time.
 from __future__ import annotations
 
 import math
-from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -38,15 +37,9 @@ _NOTHING = ScoreRequest([0, 0])
 
 
 class MegatronScorer(MegatronTrainer):
-    """One rank of the server. Inherits the trainer's model, its position among the ranks, and the loading of weights.
+    """One rank of the server. Inherits the trainer's model, its place among the ranks, and the loading of weights."""
 
-    Args:
-        args: the resolved command line of the server.
-    """
-
-    def __init__(self, args: Namespace, *, rank: int, world_size: int, with_ref: bool = False) -> None:
-        super().__init__(args, rank=rank, world_size=world_size, with_ref=with_ref)
-        self._generator: torch.Generator | None = None
+    _generator: torch.Generator | None = None
 
     def setup(self) -> int:
         """Build the model and load its weights: those that a trainer would start with. Returns 0."""
