@@ -142,7 +142,7 @@ def _rewards(
         return raw, list(raw)
     # a failed sample has no part in the mean and the deviation of its group: the quality of its response is unknown
     keys = group_keys(samples, settings.n_samples_per_prompt)
-    scored = [i for i, sample in enumerate(samples) if not (sample.remove_sample and _has_failed(sample))]
+    scored = [i for i, s in enumerate(samples) if not (s.remove_sample and s.status is Sample.Status.FAILED)]
     processed = [0.0] * len(samples)
     relative = normalize_by_group([raw[i] for i in scored], [keys[i] for i in scored], divide_by_std=settings.is_scaled)
     for i, value in zip(scored, relative, strict=True):
@@ -167,10 +167,6 @@ def _logged_reward(sample: Sample, raw: float) -> float:
             f"sample {sample.index} (group {sample.group_index}) has metadata raw_reward {value!r}: it is logged in "
             "the place of the reward, and must be a number"
         ) from None
-
-
-def _has_failed(sample: Sample) -> bool:
-    return sample.status is Sample.Status.FAILED
 
 
 def _loss_mask(sample: Sample) -> torch.Tensor:

@@ -85,11 +85,11 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 
 def is_port_free(host: str, port: int) -> bool:
-    with socket.socket(_family(host), socket.SOCK_STREAM) as probe:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
         # as servers do: ports in TIME_WAIT count as free
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((_bare(host), port))
+            probe.bind((host.strip("[]"), port))
         except OSError:
             return False
     return True
@@ -98,14 +98,6 @@ def is_port_free(host: str, port: int) -> bool:
 def url_host(host: str) -> str:
     """``host`` in the notation of a URL: an IPv6 address in brackets."""
     return f"[{host}]" if ":" in host and not host.startswith("[") else host
-
-
-def _bare(host: str) -> str:
-    return host.strip("[]")
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 # ---- functions for users' code. slime itself uses those above and ``slime.utils.process``.

@@ -91,12 +91,9 @@ def _used_by(path: Path) -> str | None:
         return f"its lock cannot be read: {error}"
     # Engines and routers have a folder inside this one.
     inside = [f"{process.TMPDIR}={path}{end}".encode() for end in ("\0", "/")]
-    mine = [pid for pid in _pids() if any(map(_environment(pid).__contains__, inside))]
+    pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    mine = [pid for pid in pids if any(map(_environment(pid).__contains__, inside))]
     return f"its processes are alive: {', '.join(map(str, mine))}" if mine else None
-
-
-def _pids() -> list[int]:
-    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 
 
 def _environment(pid: int) -> bytes:

@@ -260,12 +260,15 @@ def test_a_source_that_takes_nothing_back_ends_the_rollout_instead_of_losing_the
 
 
 def test_a_rollout_waits_as_long_as_its_function_may_take_with_all_attempts(setup):
-    args, _ = setup(rollout_request_timeout=100.0, rm_timeout=5.0, custom_generate_timeout=40.0, max_sample_retries=2)
-    assert fully_async_rollout._patience(args) == (110.0, "--rollout-request-timeout")
+    args, source = setup(
+        rollout_request_timeout=100.0, rm_timeout=5.0, custom_generate_timeout=40.0, max_sample_retries=2
+    )
+    worker = AsyncRolloutWorker(args, source)
+    assert worker.patience() == (110.0, "--rollout-request-timeout")
     args.rollout_request_timeout, args.rollout_timeout = None, 70.0
-    assert fully_async_rollout._patience(args) == (70.0, "--rollout-timeout")
+    assert worker.patience() == (70.0, "--rollout-timeout")
     args.custom_generate_function_path = f"{__file__}:broken"
-    assert fully_async_rollout._patience(args) == (130.0, "--custom-generate-timeout")
+    assert worker.patience() == (130.0, "--custom-generate-timeout")
 
 
 def test_a_schedule_that_cannot_be_written_ends_the_rollout_instead_of_losing_the_group(setup, monkeypatch):
