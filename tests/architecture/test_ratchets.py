@@ -15,9 +15,9 @@ from tests.architecture.sources import ROOT, Module, modules
 
 # Name of a measure -> today's number. Measures in LEAST must not fall below it, all others must not exceed it.
 LIMITS: dict[str, float] = {
-    "files": 380,
-    "lines": 76356,
-    "small files, %": 16.84,
+    "files": 381,
+    "lines": 76710,
+    "small files, %": 16.54,
     "functions that take args, %": 3.55,
     "writes to args": 0,
     "getattr and hasattr per 1000 lines": 0.86,
