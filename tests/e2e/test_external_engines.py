@@ -22,7 +22,7 @@ from tests.doc_commands import shown_flags
 from tests.e2e.running import PLUGINS, metrics, values
 from tests.e2e.watching import is_generating, read, running
 
-ROLLOUTS = 4
+ROLLOUTS = 3
 
 
 def started(task: Any, fork_server: ForkServer, log: Path, port: int, *words: str) -> SGLangEngine:

@@ -27,7 +27,7 @@ from tests.e2e.watching import (
     thaw,
 )
 
-ROLLOUTS = 4
+ROLLOUTS = 3
 
 
 def flags_for(

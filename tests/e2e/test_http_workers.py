@@ -36,8 +36,9 @@ def cluster():
         cluster.shutdown()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def workers(cluster) -> Any:
+    """Started once, because a worker takes seconds. The last test kills them."""
     args = SimpleNamespace(
         num_gpus_per_node=8,
         rollout_num_gpus=2,

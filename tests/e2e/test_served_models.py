@@ -16,7 +16,7 @@ from tests.e2e.running import metrics, values
 from tests.e2e.test_fault_tolerance import flags_for, samples_of, seconds_to_recovery, versions_of
 from tests.e2e.watching import is_generating, read, running, scheduler_of, scheduler_on_second_node, server_of
 
-ROLLOUTS = 4
+ROLLOUTS = 3
 
 ENGINES = """
 sglang:
