@@ -19,10 +19,8 @@ from examples.coding_agent_rl import run_tiny as coding
 from examples.strands_sglang import run_tiny as strands
 from examples.tiny.recipe import ROWS_PER_ROLLOUT, warm_start, write_rows
 from examples.tiny.tools import NAMES, make_tool_model
-from examples.tiny.vision import AREA_FLAGS, area_problem, as_text, make_vision_model
-from slime.data.dump_file import load_saved
 from slime.weight_sync.version_store import read_manifest
-from tests.e2e.running import ROOT, metrics, run_train, values
+from tests.e2e.running import metrics, run_train, values
 
 tau = importlib.import_module("examples.tau-bench.run_tiny")
 shop = importlib.import_module(tau.SHOP)
@@ -105,31 +103,3 @@ def test_agents_play_users_and_tools_and_train_on_their_exact_tokens_with_weight
         assert all(0 in sample["loss_mask"] and 1 in sample["loss_mask"] for sample in used)
     versions = [read_manifest(tmp_path / "shared" / f"weight_v{number:06}") for number in range(3)]
     assert [version.is_delta for version in versions] == [False, True, True]
-
-
-def test_pictures_of_an_environment_are_read_alike_by_engine_and_trainer(tmp_path):
-    model = make_vision_model(tmp_path / "model")
-    question = [{"role": "user", "content": "<image>area?"}]
-    problems = (area_problem(random.Random(seed)) for seed in range(4))
-    rows = ({"prompt": question, "images": [as_text(image)], "label": area} for image, area in problems)
-    settings = ROOT / "examples" / "geo3k_vlm_multi_turn" / "geo3k.yaml"
-    flags = [
-        *("--hf-checkpoint", model, "--prompt-data", write_rows(tmp_path / "train.jsonl", rows), *AREA_FLAGS),
-        *("--label-key", "label", "--num-rollout", 2, "--rollout-batch-size", 4, "--n-samples-per-prompt", 8),
-        *("--custom-generate-function-path", "examples.geo3k_vlm_multi_turn.rollout.generate", "--max-turns", 2),
-        *("--custom-config-path", settings, "--rollout-max-response-len", 96, "--fp32", "--lr", "1e-3"),
-        *("--rollout-stop-token-ids", *range(66, 76)),  # the letters a to j
-        *("--rollout-num-gpus", 1, "--actor-num-gpus-per-node", 1, "--sglang-context-length", 256),
-        *("--sglang-max-total-tokens", 16384, "--save-debug-rollout-data", tmp_path / "{rollout_id}.pt"),
-        *("--output-dir", tmp_path, "--experiment-name", "run"),
-    ]
-    finished = run_train(flags, tmp_path)
-    assert finished.status == 0, finished.output[-4000:]
-    assert max(values(metrics(tmp_path / "run"), "train/train_rollout_logprob_abs_diff")) < 1e-4
-    samples = load_saved(tmp_path / "1.pt")["samples"]
-    again = [sample for sample in samples if sample["metadata"].get("turn")]
-    assert again, "no sample reached its second turn"
-    for sample in again:
-        assert "<user><|vision_start|><|image_pad|><|vision_end|>no. area?<assistant>" in sample["response"]
-        # 16 tokens of the larger picture, its two marks, the message and the next turn's beginning
-        assert sample["loss_mask"].count(0) == 16 + 2 + len("<user>no. area?<assistant>")
