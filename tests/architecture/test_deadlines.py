@@ -11,15 +11,14 @@ import ast
 import operator
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from slime.config.groups import flag_of
 from slime.config.parse import build_parser
 from slime.ray.arguments import GROUPS
+from tests.architecture.sources import ROOT, modules
 
-ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "reliability.md"
 BESIDE_A_RUN = ("board", "doctor", "replay", "testing")
 # Pauses, intervals, ages, and parts of a sum.
@@ -44,10 +43,10 @@ def number(node: ast.expr | None, known: dict[str, float]) -> float | None:
 
 
 def sources() -> Iterator[tuple[str, ast.Module]]:
-    for path in sorted((ROOT / "slime").rglob("*.py")):
-        name = path.relative_to(ROOT / "slime").as_posix()
+    for module in modules():
+        name = module.path.relative_to("slime").as_posix()
         if name.partition("/")[0] not in BESIDE_A_RUN:
-            yield name, ast.parse(path.read_text(encoding="utf-8"))
+            yield name, module.tree
 
 
 def of_module(name: str, tree: ast.Module) -> dict[str, float]:

@@ -43,12 +43,13 @@ OF_OTHERS = (
 
 
 def blocks_to_run() -> Iterator[tuple[str, list[str]]]:
-    """(page and number of the block, its commands that are executed here)."""
+    """(page and number of the block, its commands that are executed here). Of equal blocks, the first."""
     found: dict[tuple[str, int], list[str]] = {}
     for command, executed in census().items():
         if executed == "here":
             found.setdefault((command.page, command.block), []).append(command.text)
-    yield from ((f"{page}-{block}", texts) for (page, block), texts in found.items())
+    first = {tuple(texts): key for key, texts in reversed(found.items())}
+    yield from ((f"{page}-{block}", list(texts)) for texts, (page, block) in reversed(first.items()))
 
 
 BLOCKS = dict(blocks_to_run())
