@@ -61,8 +61,16 @@ def run(code: str, ours: str = "{}") -> tuple[str, str]:
     return done.stdout, done.stderr
 
 
-def test_a_cluster_of_others_without_processors_is_reported_soon_and_named_at_the_deadline() -> None:
-    said, reported = run(_SLOTS)
+@pytest.fixture(scope="module")
+def of_others() -> tuple[str, str]:
+    """Output and reports of both programs on one cluster."""
+    return run(_SLOTS + _ACTORS)
+
+
+def test_a_cluster_of_others_without_processors_is_reported_soon_and_named_at_the_deadline(
+    of_others: tuple[str, str],
+) -> None:
+    said, reported = of_others
     missing = "CPU: 4 asked for, 1 in the cluster, 1 free"
     assert f"s for Ray to reserve 4 device slots of 1 GPU and 1 CPU each: {missing}" in reported
     assert said.startswith("DeadlineExceeded gave up after")
@@ -76,8 +84,10 @@ def test_a_cluster_of_our_own_cannot_grow_so_the_start_fails_at_once() -> None:
     assert "CPU: 4 asked for, 1 in the cluster, 1 free; ask for fewer devices" in said
 
 
-def test_an_actor_without_a_place_is_reported_with_what_it_lacks_whoever_waits_for_it() -> None:
-    said, reported = run(_ACTORS)
+def test_an_actor_without_a_place_is_reported_with_what_it_lacks_whoever_waits_for_it(
+    of_others: tuple[str, str],
+) -> None:
+    said, reported = of_others
     missing = "CPU: 1 asked for, 1 in the cluster, 0 free; memory: 1024.0 GiB asked for"
     assert "s for the third to start: Ray has no place for 1 x Waiter" in reported
     assert missing in reported
