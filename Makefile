@@ -4,15 +4,17 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 # Tests that start few processes. The others start several each: two of those at a time share two cores well, as a run
 # waits much, and those that are marked "alone" come one after the other. Whole runs come first, so that no long file is
-# left for one of two workers at the end.
-FAST_TESTS := tests/architecture tests/unit tests/contracts tests/examples
+# left for one of two workers at the end. The tests of a file share their fixtures on one worker.
+FAST_TESTS := tests/examples tests/architecture tests/unit tests/contracts
 # Tests that compare numbers. They run twice on a CPU with AVX-512: with its best instructions, and with those of an
-# older one.
+# older one. Other losses of a layout use the same operators.
 WITHOUT_NUMBERS := %_rules.py %_shape.py $(addprefix %/test_,$(addsuffix .py,arguments cpu_import \
 	damaged_checkpoints deterministic_operators host_waits logprob_server offline prompt_path tensor_layouts))
 NUMERIC_TESTS := tests/unit/algorithms \
 	$(filter-out $(WITHOUT_NUMBERS),$(wildcard $(patsubst %,tests/unit/%_utils/test_*.py,fsdp megatron))) \
-	$(patsubst %,tests/dist/test_%.py,context_parallel families_sharded fsdp layouts layouts_moe mtp_layouts optimizer_layouts)
+	$(patsubst %,tests/dist/test_%.py,context_parallel families_sharded fsdp layouts_moe mtp_layouts optimizer_layouts) \
+	$(addprefix tests/dist/test_layouts.py::test_,one_kind_of_parallelism_trains_like_one_rank \
+	combinations_train_like_one_rank in_bf16_the_first_step_differs_by_rounding_only)
 OLDER_CPU := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2
 # One thread per process: several engines and trainers share the cores.
 export OMP_NUM_THREADS ?= 1
@@ -27,7 +29,7 @@ demo: setup  ## a tiny language model learns to add, by reinforcement learning, 
 	$(BIN)/python examples/demo/run_demo.py --output outputs/demo
 
 test: setup  ## every test that needs no GPU, the real engines included
-	$(BIN)/python -m pytest -q -n 2 $(FAST_TESTS)
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder $(FAST_TESTS)
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=15 -m "not alone" tests/e2e tests/dist
 	$(BIN)/python -m pytest -q --durations=15 -m alone tests/e2e
 	@if grep -qsw avx512f /proc/cpuinfo; then $(OLDER_CPU) $(BIN)/python -m pytest -q -n 2 --dist loadfile $(NUMERIC_TESTS); fi
