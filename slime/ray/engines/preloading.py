@@ -49,8 +49,8 @@ from slime.utils.net import WEIGHT_INTERFACES, WEIGHT_LOOPBACK
 from slime.utils.process import GUARD_FD_VARIABLE, GuardedProcess, has_ended, log_tail, watch_owner
 from slime.utils.torchvision_cpu import install as allow_torchvision_on_cpu
 
-FORK_SERVER = "SLIME_FORK_SERVER"
 FORK_SERVER_LOG = "fork_server.log"
+FORK_SERVER = "SLIME_FORK_SERVER"
 """Environment variable of all processes of a run: pid and socket of the fork server of its cluster, if any."""
 VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 # Defaults of SGLang's processes. Trainer and engines form one NCCL group, whose members must agree on both.
