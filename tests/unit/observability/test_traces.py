@@ -29,9 +29,10 @@ from slime.observability.trace_utils import (
 )
 from slime.rollout.failures import Attempts
 from slime.utils.net import free_port
+from tests.programs import run_program
 from tools.trace_timeline_viewer import perfetto_events, timeline_rows
 
-ROOT = Path(__file__).resolve().parents[3]
+VIEWER = Path(__file__).parents[3] / "tools" / "trace_timeline_viewer.py"
 
 
 def events(sample: Sample) -> list[dict[str, Any]]:
@@ -272,17 +273,15 @@ def test_the_viewer_reads_a_dump_and_writes_page_cache_and_perfetto_file(tmp_pat
         pass
     dump = tmp_path / "3.pt"
     torch.save({"rollout_id": 3, "samples": [sample.to_dict()]}, dump)
-    command = [sys.executable, str(ROOT / "tools" / "trace_timeline_viewer.py"), str(dump), "--no-serve"]
-    done = subprocess.run(
-        [*command, "--perfetto", str(tmp_path / "p.json")], capture_output=True, text=True, check=True
-    )
+    done = run_program(VIEWER, dump, "--no-serve", "--perfetto", tmp_path / "p.json")
+    done.check_returncode()
     assert "samples: 1" in done.stdout
     cache = json.loads((tmp_path / "3.trace_timeline_cache.json").read_text())
     assert cache["rows"][0]["lane_count"] == 1
     assert not [item for item in cache["rows"][0]["items"] if item["name"].startswith("[")]
     assert "3.trace_timeline_cache.json" in (tmp_path / "3.trace_timeline_viewer.html").read_text()
     assert json.loads((tmp_path / "p.json").read_text())["traceEvents"][-1]["name"] == "sglang_generate"
-    missing = subprocess.run([*command[:2], str(tmp_path / "no.pt")], capture_output=True, text=True)
+    missing = run_program(VIEWER, tmp_path / "no.pt")
     assert missing.returncode == 1
     assert "no.pt" in missing.stderr
 
@@ -303,8 +302,8 @@ def test_the_viewer_runs_no_code_of_a_dump(tmp_path: Path) -> None:
     sample = open_span_sample()
     sample.metadata = {"theirs": _RunsCode(made), "numbers": torch.ones(2, dtype=torch.bfloat16)}
     torch.save({"rollout_id": 3, "samples": [sample.to_dict(), sample]}, dump)
-    command = [sys.executable, str(ROOT / "tools" / "trace_timeline_viewer.py"), str(dump), "--no-serve"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = run_program(VIEWER, dump, "--no-serve")
+    done.check_returncode()
     assert "samples: 2" in done.stdout
     assert "pathlib.Path is not known here" in done.stderr
     assert not made.exists()
@@ -315,8 +314,9 @@ def test_the_viewer_serves_its_two_files_and_no_other_under_the_names_of_this_ma
     torch.save({"rollout_id": 3, "samples": [open_span_sample().to_dict()]}, dump)
     (tmp_path / "secret.txt").touch()
     address = f"http://127.0.0.1:{free_port()}"
-    command = [sys.executable, str(ROOT / "tools" / "trace_timeline_viewer.py"), str(dump)]
-    with subprocess.Popen([*command, "--port", address.rpartition(":")[2]], stdout=subprocess.DEVNULL) as viewer:
+    with subprocess.Popen(
+        [sys.executable, VIEWER, dump, "--port", address.rpartition(":")[2]], stdout=subprocess.DEVNULL
+    ) as viewer:
         try:
             transport = httpx.HTTPTransport(retries=10)  # with growing pauses: until it listens
             with httpx.Client(base_url=address, transport=transport, timeout=600) as client:
