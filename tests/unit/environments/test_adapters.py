@@ -61,9 +61,8 @@ def problems(name: str, tasks: int = 4, **options: object) -> dict[str, str]:
     return {finding.what: finding.value for finding in found if finding.status != "ok"}
 
 
-@pytest.mark.parametrize("dataset", ["chain_sum", "countdown"])
-def test_generators_of_reasoning_gym_pass_the_doctor(dataset):
-    assert problems(f"reasoning-gym:{dataset}") == {}
+def test_a_generator_of_reasoning_gym_passes_the_doctor():
+    assert problems("reasoning-gym:countdown") == {}  # chain_sum: by the command of docs/environments.md
 
 
 def test_reasoning_gym_draws_the_same_tasks_without_a_seed_and_grades_the_bare_answer_without_a_system_prompt():
