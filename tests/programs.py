@@ -1,7 +1,7 @@
 """Python programs in forks of this process, which has most packages imported: a new interpreter imports them again.
 
-A fork runs the file of the program anew, with its working directory, environment and output, but it shares the modules
-that are loaded already. That a tool imports all that it needs is a test with new interpreters (``tests/unit/tools``).
+A fork imports the files of the repository anew, and has its own working directory, environment and output, but it
+shares the packages that are loaded already.
 """
 
 from __future__ import annotations
@@ -111,8 +111,7 @@ def _become(words: Sequence[str], cwd: str | Path, env: Mapping[str, str], descr
     os.environ.clear()
     os.environ.update(env)
     tempfile.tempdir = None
-    of_tests = [name for name, module in sys.modules.items() if not _is_installed(module)]
-    for name in of_tests:
+    for name in [name for name, module in sys.modules.items() if not _is_installed(module)]:
         del sys.modules[name]
     try:
         _run(list(words))
@@ -133,9 +132,9 @@ def _become(words: Sequence[str], cwd: str | Path, env: Mapping[str, str], descr
 
 
 def _is_installed(module: object) -> bool:
-    """False for a file of a user, which a test has made."""
+    """False for files of this repository, of which some keep threads that a fork lacks, and for those of a test."""
     file = getattr(module, "__file__", None)
-    return file is None or file.startswith((str(ROOT), sys.prefix, sys.base_prefix))
+    return file is None or file.startswith((sys.prefix, sys.base_prefix))
 
 
 def _run(words: list[str]) -> None:
