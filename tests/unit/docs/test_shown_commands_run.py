@@ -6,6 +6,7 @@ for its page and stopped.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import shlex
@@ -20,6 +21,7 @@ from pathlib import Path
 import pytest
 
 from slime.cli import main
+from slime.utils import async_utils
 from slime.utils.deadline import Deadline, wait_until
 from slime.utils.net import free_port
 from tests.doc_commands import ROOT, census
@@ -145,6 +147,12 @@ def test_a_command_that_fails_is_found(place: Path, tiny_task: TinyTask) -> None
         run(["slime bord", "true"], place)
     with pytest.raises(AssertionError, match="invalid int value"):
         run(["slime plan train.py ... --num-rollout three"], place)
+
+
+def test_a_program_does_not_wait_for_a_thread_that_its_fork_lacks(place: Path, tiny_task: TinyTask) -> None:
+    async_utils.run(asyncio.sleep(0))  # begins the thread of this process
+    prepare(place, [], tiny_task)
+    run(["python -m slime.testing --custom-rm-path my_reward.py:reward_func"], place)
 
 
 def test_installing_the_package_makes_slime_a_command() -> None:
