@@ -50,9 +50,12 @@ class Fleet:
 
     def answer(self, request: httpx.Request) -> httpx.Response:
         if request.url.path == "/workers":
-            others = [{"url": "http://prefill", "worker_type": "prefill"}]
+            others = [{"url": "http://prefill", "worker_type": "prefill"}, {"url": "http://starts"}]
             return httpx.Response(200, json={"workers": [{"url": "http://slow"}, {"url": "http://fast"}, *others]})
         if request.url.path == "/v1/loads":
+            assert request.url.host != "prefill"
+            if request.url.host == "starts":
+                return httpx.Response(503)
             count = len(self.at_slow) if request.url.host == "slow" else 0
             half = {"num_running_reqs": min(1, count), "num_waiting_reqs": max(0, count - 1)}
             return httpx.Response(200, json={"loads": [half, {"num_running_reqs": 0, "num_waiting_reqs": 0}]})
