@@ -111,7 +111,8 @@ def _become(words: Sequence[str], cwd: str | Path, env: Mapping[str, str], descr
     os.environ.clear()
     os.environ.update(env)
     tempfile.tempdir = None
-    for name in [name for name, module in sys.modules.items() if not _is_installed(module)]:
+    ours = {name.partition(".")[0] for name, module in sys.modules.items() if not _is_installed(module)}
+    for name in [name for name in sys.modules if name.partition(".")[0] in ours]:
         del sys.modules[name]
     try:
         _run(list(words))
@@ -134,7 +135,7 @@ def _become(words: Sequence[str], cwd: str | Path, env: Mapping[str, str], descr
 def _is_installed(module: object) -> bool:
     """False for files of this repository, of which some keep threads that a fork lacks, and for those of a test."""
     file = getattr(module, "__file__", None)
-    return file is None or file.startswith((sys.prefix, sys.base_prefix))
+    return file is None or not os.path.isabs(file) or file.startswith((sys.prefix, sys.base_prefix))
 
 
 def _run(words: list[str]) -> None:

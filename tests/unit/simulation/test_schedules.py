@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import re
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 
@@ -14,7 +16,7 @@ from slime.ray.engines.slots import EngineSlots
 from slime.ray.journal import Journal
 from slime.ray.rollout import RolloutManager
 from slime.ray.run.loop import Run
-from tests.programs import run_program
+from tests.programs import ROOT
 from tests.simulation.bugs import BUGS
 from tests.simulation.faults import Fault
 from tests.simulation.run import installed, simulate
@@ -133,8 +135,9 @@ def test_the_simulation_finds_a_past_bug(name):
 
 def test_the_command_counts_what_it_simulates_and_leaves_no_files(tmp_path):
     # ``simulate.py --kills`` does at every event what the tests of kills do at some
+    command = [sys.executable, "benchmarks/simulate.py", "--seeds", "4", "--jobs", "1"]
     env = os.environ | {"TMPDIR": str(tmp_path)}
-    done = run_program("benchmarks/simulate.py", "--seeds", 4, "--jobs", 1, env=env)
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.startswith("4 fault schedules in "), done.stdout
     assert "0 broke a law" in done.stdout
