@@ -50,6 +50,9 @@ class EngineServer(Server):
                 if exchange.body.get("abort_all") or request.body["rid"] == rid:
                     self._abort(request)
             exchange.reply(200, {})
+        elif exchange.path.startswith("/v1/loads"):
+            load = {"num_running_reqs": len(self._running), "num_waiting_reqs": len(self._waiting)}
+            exchange.reply(200, {"loads": [load]})
         elif any(exchange.body["rid"] == other.body["rid"] for other in [*self._running, *self._waiting]):
             exchange.reply(400, f"Duplicate request ID detected: {exchange.body['rid']}")  # as SGLang
         elif self.is_paused:

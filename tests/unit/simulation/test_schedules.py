@@ -97,8 +97,9 @@ def test_an_evaluation_that_new_weights_interrupt_is_found(monkeypatch):
         self._evaluation = under_way
 
     monkeypatch.setattr(Run, "sync_weights", without_waiting)
-    slow = [Fault(at, "slow network", seconds=60.0) for at in range(200, 400, 20)]
-    results = [simulate(3, mode="train_async, two ranks, background evaluation", planned=[fault]) for fault in slow]
+    slow = [Fault(at, "slow network", seconds=60.0) for at in range(200, 340, 20)]
+    mode = "train_async, two ranks, background evaluation"
+    results = [simulate(seed, mode=mode, planned=[fault]) for seed in (4, 5) for fault in slow]
     found = [problem for result in results for problem in result.problems]
     assert found
     assert all(re.fullmatch(r"the evaluation after rollout \d scored tokens of versions .*", each) for each in found)

@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[3]
 ASKED_FOR = {
     "blake3": "a rule names it",
     "datasets": "an extra",
+    "deep_gemm": "flags for GPUs name it",
     "e2b": "the sandbox names it",
     "mcp": "an extra",
     "openenv": "an extra",
