@@ -1,7 +1,8 @@
 """Python programs in forks of this process, which has most packages imported: a new interpreter imports them again.
 
 A fork imports the files of the repository anew, and has its own working directory, environment and output, but it
-shares the packages that are loaded already.
+shares the packages that are loaded already. It may hang on a lock that a thread of this process held: then a new
+interpreter runs the program.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import runpy
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
@@ -36,8 +38,12 @@ with socket.socket(socket.AF_UNIX) as client:
     socket.send_fds(client, [b" "], [0, 1, 2])
     client.sendall(json.dumps([sys.argv[1:], os.getcwd(), dict(os.environ)]).encode())
     client.shutdown(socket.SHUT_WR)
-    sys.exit(int(client.recv(9) or 1))
+    status = client.recv(9)
+if not status:
+    os.execv("{python}", ["{python}", *sys.argv[1:]])
+sys.exit(int(status))
 """
+_HANGS_S = 300
 
 
 def run_program(*words: object, cwd: str | Path = ROOT, env: Mapping[str, str] | None = None) -> CompletedProcess[str]:
@@ -54,6 +60,9 @@ def run_program(*words: object, cwd: str | Path = ROOT, env: Mapping[str, str] |
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
             raise
+        if status == -signal.SIGALRM:
+            again = [sys.executable, *command]
+            return subprocess.run(again, cwd=cwd, env=env, capture_output=True, text=True, check=False)
         out.seek(0)
         err.seek(0)
         return CompletedProcess(command, status, out.read(), err.read())
@@ -103,6 +112,7 @@ def _become(words: Sequence[str], cwd: str | Path, env: Mapping[str, str], descr
         os.dup2(source, target)
     sys.stdin, sys.stdout, sys.stderr = (os.fdopen(number, mode, closefd=False) for number, mode in enumerate("rww"))
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(_HANGS_S)
     atexit._clear()
     logging.root.handlers.clear()  # those of pytest
     if "torch" in sys.modules:
@@ -125,6 +135,7 @@ def _become(words: Sequence[str], cwd: str | Path, env: Mapping[str, str], descr
         status = 1
     else:
         status = 0
+    signal.alarm(_HANGS_S)
     threading._shutdown()  # it also ends those of executors, and joins all
     atexit._run_exitfuncs()
     sys.stdout.flush()
