@@ -10,6 +10,7 @@ import functools
 import sys
 from typing import Any
 
+import numpy as np
 import torch
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
@@ -194,23 +195,28 @@ def gate_and_add(hidden: torch.Tensor, gate: torch.Tensor, shared: torch.Tensor,
 
 
 def murmur_hash32(seed: torch.Tensor, positions: torch.Tensor, col_indices: torch.Tensor) -> torch.Tensor:
-    """MurmurHash3 (32 bit) of (seed low, seed high, position, column) in int64 arithmetic: [B, columns]."""
-    word = 0xFFFFFFFF  # torch has no unsigned 32-bit arithmetic: int64 with a mask after every step
-
-    def mix(state: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        key = (key * 0xCC9E2D51) & word
-        key = ((key << 15) | (key >> 17)) & word
-        key = (key * 0x1B873593) & word
-        state = state ^ key
-        state = ((state << 13) | (state >> 19)) & word
-        return (state * 5 + 0xE6546B64) & word
-
-    seed = seed.to(torch.int64)
-    state = mix(torch.zeros_like(seed), seed & word)
-    state = mix(state, (seed >> 32) & word)
-    state = mix(state, positions.to(torch.int64) & word)
-    state = mix(state[:, None], (col_indices.to(torch.int64) & word)[None, :])
-    state = state ^ 16  # length of the input in bytes
+    """MurmurHash3 (32 bit) of (seed low, seed high, position, column): int64 [B, columns]."""
+    # numpy has unsigned arithmetic that wraps. torch's int64 with masks takes 12 times as long.
+    low, high = seed.to(torch.int64).numpy(), seed.to(torch.int64).numpy() >> 32
+    state = np.zeros((len(low), 1), np.uint32)
+    for word in (low, high, positions.numpy()):
+        state = _absorb(state, word[:, None])
+    state = _absorb(state, col_indices.numpy()[None])
+    state ^= 16  # length of the input in bytes
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
-        state = ((state ^ (state >> shift)) * factor) & word
-    return state ^ (state >> 16)
+        state ^= state >> shift
+        state *= np.uint32(factor)
+    state ^= state >> 16
+    return torch.from_numpy(state.astype(np.int64))
+
+
+def _absorb(state: Any, word: Any) -> Any:
+    key = word.astype(np.uint32)  # the low half
+    key *= np.uint32(0xCC9E2D51)
+    key = (key << 15) | (key >> 17)
+    key *= np.uint32(0x1B873593)
+    state = state ^ key
+    state = (state << 13) | (state >> 19)
+    state *= np.uint32(5)
+    state += np.uint32(0xE6546B64)
+    return state
