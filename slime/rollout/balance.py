@@ -24,6 +24,7 @@ _EVERY_S = 2.0
 _MOST_QUESTIONS = 50  # per second, for the load of an engine: 0.7 ms of processor time each
 _MOST_AT_ONCE = 64
 _REPLY_PAUSE_S = 0.1  # until aborted requests have returned
+_MOST_ROUNDS = 20  # of them for one engine: after two seconds its load may be another
 # The router prefers the engine that has the prompt in its cache, until the loads differ by this many requests.
 _LEAST_DIFFERENCE = 10
 _MOST_MOVES = 3  # of one sample, as another router may send it back
@@ -64,7 +65,9 @@ async def keep_balanced(workers_url: str, requests: Collection[EngineRequest]) -
 async def _move(url: str, count: int, requests: Collection[EngineRequest], moved: Counter[str]) -> None:
     """Move the newest ``count`` requests of an engine, which wait at the end of its queue."""
     movable = [one for one in requests if one.session_id and one.rids and moved[one.session_id] < _MOST_MOVES]
-    while movable and count > 0:
+    for _ in range(_MOST_ROUNDS):
+        if not movable or count <= 0:
+            return
         # The router does not show which engine has a request. An engine ignores ids that it does not have.
         newest, movable = movable[-count:], movable[:-count]
         await asyncio.gather(*(abort_at(url, {"rid": one.rids[-1]}) for one in newest))

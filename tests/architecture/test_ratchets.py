@@ -16,7 +16,7 @@ from tests.architecture.sources import ROOT, Module, modules
 # Name of a measure -> today's number. Measures in LEAST must not fall below it, all others must not exceed it.
 LIMITS: dict[str, float] = {
     "files": 381,
-    "lines": 76735,
+    "lines": 76738,
     "small files, %": 16.54,
     "functions that take args, %": 3.55,
     "writes to args": 0,
