@@ -13,8 +13,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from slime.data.chat import load_tokenizer
 from slime.data.media import load_processor
 from slime.data.sample import Sample, iter_samples
@@ -54,6 +52,8 @@ def write_dump(flag: str, path: Path, content: Any) -> bool:
     try:
         with replacing(path) as partial:
             try:
+                import torch  # not above: a driver needs no torch, whose import takes seconds
+
                 torch.save(content, partial)
             finally:
                 # Before ``replacing`` deletes the file: the message needs the number.
@@ -107,6 +107,8 @@ def load_saved(path: Path) -> Any:
         FileNotFoundError: the file is missing.
         ValueError: it cannot be read, with the reason.
     """
+    import torch
+
     try:
         # A pickle can run any code. ``weights_only`` reads tensors and plain values without running it.
         return torch.load(path, map_location="cpu", weights_only=True)

@@ -8,11 +8,10 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import ray
 
-from slime.batch.ship import Shipper
 from slime.config.groups import RunConfig
 from slime.data.dump_file import load_debug_rollout_data, save_debug_rollout_data, save_tokenizer
 from slime.data.sample import Sample, iter_samples
@@ -24,6 +23,7 @@ from slime.ray.data_buffer import DataBufferClient
 from slime.ray.engines.http_workers import HttpWorkers, are_wanted, start_http_workers
 from slime.ray.engines.servers import RolloutServers
 from slime.ray.journal import Entry, Journal
+from slime.ray.placement_group import GpuSlots
 from slime.ray.run.cluster import worker_env
 from slime.ray.shards import RolloutResult, actor_options, boxed
 from slime.ray.watch.heartbeat import register_process
@@ -32,9 +32,6 @@ from slime.rollout.rm_hub.grader_pool import preload_graders
 from slime.rollout.sample_hooks import set_current_rollout_id, set_evaluated_rollout_id
 from slime.rollout.sglang_rollout import GenerateState
 from slime.utils.async_utils import exits_are_errors
-
-if TYPE_CHECKING:
-    from slime.ray.placement_group import GpuSlots
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +66,8 @@ class RolloutManager:
     def start(self) -> None:
         """Start router and engines, load the user's functions meanwhile, and return when the engines answer."""
         # Not in the constructor, where Ray would report an error as the death of an actor.
+        from slime.batch.ship import Shipper  # not above: the driver does without torch
+
         args = self._args
         if not args.debug_train_only:
             self._servers = RolloutServers(args, self._slots)

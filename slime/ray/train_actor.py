@@ -27,13 +27,10 @@ from slime.ray.run.cluster import node_address
 from slime.ray.run.device_handoff import engines_share_devices
 from slime.ray.shards import Box, boxed, check_provenance, process_rollout_data
 from slime.ray.watch.heartbeat import register_process
-from slime.ray.weight_updater import canary_of, root_proof, weight_updater
 from slime.rollout.arguments import DEFAULT_ROLLOUT_FUNCTION
 from slime.utils import accelerator
 from slime.utils.async_utils import exits_are_errors
-from slime.utils.memory_utils import bytes_of
 from slime.utils.net import PortClaim, claim_ports
-from slime.weight_sync.session import WeightUpdate
 from slime.weight_sync.tensor_files import checksum_function, content_hash
 
 __all__ = ["SyncReport", "TrainActor", "trainer_class"]
@@ -80,6 +77,8 @@ class TrainActor:
     def __init__(
         self, args: Namespace, rank: int, world_size: int, device_index: int, role: Literal["actor", "critic", "scorer"]
     ) -> None:
+        from slime.ray.weight_updater import root_proof, weight_updater  # not above: the driver does without torch
+
         configure_logger(f" train-{rank}" if role == "actor" else f" {role}-{rank}")
         register_process(f"{'trainer' if role == 'actor' else role} rank {rank}", args.heartbeat_timeout)
         self._role = role
@@ -173,42 +172,42 @@ class TrainActor:
 
     def update_weights(self, fleet: RayEngineFleet, version: str) -> SyncReport:
         """Send the weights to every engine of ``fleet``. All ranks take part in gathering them."""
+        from slime.ray.weight_updater import canary_of
+        from slime.weight_sync.session import WeightUpdate
+
         if self._args.keep_old_actor and version != self._kept_version:
             self.trainer.keep_version(version)
             self._kept_version = version
         started = time.monotonic()
-        checks = self._sync_args.check_weight_update_equal
-        is_cpu = accelerator.current().is_cpu
+        checks = self._sync_args.check_weight_update_equal and not accelerator.current().is_cpu
         update = WeightUpdate(
             version=version,
             max_chunk_bytes=self._sync_args.update_weight_buffer_size,
             timeout_s=self._sync_args.weight_sync_timeout,
             proof=self._proof,
-            restores=checks and not is_cpu and version == "0" and self._args.load is None,
+            restores=checks and version == "0" and self._args.load is None,
             comes_again=self._args.use_fault_tolerance,
             continues=not engines_share_devices(from_args(ClusterArgs, self._args)),
         )
-        updater = self._weight_updater
-        num_bytes = updater.update(fleet, self.trainer, update)
+        num_bytes = self._weight_updater.update(fleet, self.trainer, update)
         seconds = time.monotonic() - started
         proof = self.trainer.adapter_proof(version)
         canary = None
-        # not with an adapter: its proof scores the same tokens
-        if proof is None and self._sync_args.weight_sync_proof != "none":
+        if proof is None and self._sync_args.weight_sync_proof != "none":  # an adapter's proof scores the same tokens
             precision, checkpoint = from_args(PrecisionArgs, self._args), self._args.hf_checkpoint
             canary = canary_of(checkpoint, precision, version, self.trainer.fixed_log_probs)  # a collective
         weights = self._checksums() if self._args.deterministic_mode else {}
         if not self.trainer.is_weight_source:
             return SyncReport()
         root = "" if self._proof is None else self._proof.root
-        return SyncReport(seconds, num_bytes, updater.changed_share, proof, weights, canary, root)
+        return SyncReport(seconds, num_bytes, self._weight_updater.changed_share, proof, weights, canary, root)
 
     def _checksums(self) -> dict[str, str]:
         """Tensor name -> checksum, on the source rank. A collective of all ranks."""
-        kinds = [self.trainer.export_weights, self.trainer.export_adapter]
-        exported = itertools.chain.from_iterable(
-            export(recipients=SOURCE) for export in kinds[: 1 + bool(adapter_fields(self._args))]
-        )
+        from slime.utils.memory_utils import bytes_of
+
+        exports = [self.trainer.export_weights, self.trainer.export_adapter][: 1 + bool(adapter_fields(self._args))]
+        exported = itertools.chain.from_iterable(export(recipients=SOURCE) for export in exports)
         # a separate pass: the tensors that a sync sends depend on transport, layout and quantization
         checksum = checksum_function("xxh3-128")
         return {name: checksum(bytes_of(tensor)) for name, tensor in exported}

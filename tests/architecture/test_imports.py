@@ -220,3 +220,14 @@ def test_flags_are_declared_without_importing_a_heavy_library() -> None:
     """)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_driver_imports_no_torch() -> None:
+    """Its import takes two seconds of every start of a run, and no step of the driver needs a tensor."""
+    program = """
+        import sys
+        from slime.ray.run import main, cluster, restart, start
+        assert not {"torch", "transformers", "sglang"} & {*sys.modules}, "start with: python -X importtime"
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

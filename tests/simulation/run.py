@@ -183,7 +183,7 @@ def _names() -> Iterator[tuple[str, str, Any]]:
         yield f"slime.ray.engines.{module}", "remove_worker", network.remove_worker
     yield "slime.ray.engines.slot", "registered_workers", network.registered_workers
     yield "slime.ray.train_actor", "trainer_class", lambda *args: trainer.SimulatedTrainer
-    yield "slime.ray.train_actor", "weight_updater", lambda args, rank, size: trainer.Updater(size)
+    yield "slime.ray.weight_updater", "weight_updater", lambda args, rank, size: trainer.Updater(size)
     yield "slime.ray.train_actor", "node_address", lambda: "host"
     yield "slime.ray.train_actor", "claim_ports", lambda *args: SimpleNamespace(first=world().events)
     yield FULLY_ASYNC, "atexit", SimpleNamespace(register=nothing)
