@@ -172,11 +172,25 @@ class Drops:
         return {**self._gatherer.collect(), **{f"rollout/{name}": count for name, count in counts.items() if count}}
 
 
-async def apply_filter(dynamic_filter: Callable[..., Any] | None, args: Any, group: SampleGroup) -> DynamicFilterOutput:
-    """The filter's verdict. Users' filters run in a thread, one at a time, while other groups continue."""
-    if dynamic_filter is None:
-        return DynamicFilterOutput(keep=True)
-    return await call_in_thread(call_dynamic_filter, dynamic_filter, args, group)
+@dataclass(frozen=True)
+class BatchHooks:
+    """The user's functions for groups and batches, and their ``args``. In threads: other groups and evaluations run."""
+
+    args: Any
+    dynamic_filter: Callable[..., Any] | None = None
+
+    async def judge(self, group: SampleGroup) -> DynamicFilterOutput:
+        """The filter's verdict."""
+        if self.dynamic_filter is None:
+            return DynamicFilterOutput(keep=True)
+        return await call_in_thread(call_dynamic_filter, self.dynamic_filter, self.args, group)
+
+    async def finish(self, groups: list[Any], all_groups: list[Any], data_source: Any) -> None:
+        """Call ``--rollout-sample-filter-path`` and ``--rollout-all-samples-process-path`` for a full batch."""
+        if (path := self.args.rollout_sample_filter_path) is not None:
+            await call_in_thread(load_function(path, "filter"), self.args, groups)
+        if (path := self.args.rollout_all_samples_process_path) is not None:
+            await call_in_thread(load_function(path), self.args, sorted(all_groups, key=first_index), data_source)
 
 
 async def collect(
@@ -319,15 +333,6 @@ def _counts(result: Collected, num_failed: int) -> dict[str, float]:
         "left_over_groups": len(result.left_over),
     }
     return {f"rollout/{name}": count for name, count in counts.items() if count}
-
-
-async def call_batch_hooks(args: Any, groups: list[Any], all_groups: list[Any], data_source: Any) -> None:
-    """Call ``--rollout-sample-filter-path`` and ``--rollout-all-samples-process-path`` for a full batch."""
-    # In threads: an evaluation may be running on the same loop.
-    if (path := args.rollout_sample_filter_path) is not None:
-        await call_in_thread(load_function(path, "filter"), args, groups)
-    if (path := args.rollout_all_samples_process_path) is not None:
-        await call_in_thread(load_function(path), args, sorted(all_groups, key=first_index), data_source)
 
 
 def log_sample(sample: Sample, what: str) -> None:

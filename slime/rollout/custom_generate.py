@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from argparse import Namespace
 from collections.abc import Awaitable, Callable, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 from slime.data.chat import render_chat
@@ -85,54 +85,81 @@ def takes_group(function: Callable[..., Any]) -> bool:
     return accepts(function, "samples") or annotation(function, 1).startswith(("list", "sequence"))
 
 
-async def call_generate(
-    function: Callable[..., Any], args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool
-) -> Sample | list[Sample]:
-    """Call a function for one sample. It may cut one execution into several samples.
+@dataclass(frozen=True)
+class GenerateFunction:
+    """A user's function, loaded, and the arguments that it receives."""
 
-    Raises:
-        TimeoutError: ``--custom-generate-timeout`` passed.
-        DataError: it returned something else.
-    """
-    kwargs = {"evaluation": evaluation} if accepts(function, "evaluation") else {}
-    own = _own(function, sample)
-    result = await _call(args.custom_generate_timeout, function, args, own, sampling_params, **kwargs)
-    if not isinstance(result, Sample | list) or not list(iter_samples(result)):
-        raise DataError(
-            f"--custom-generate-function-path {name_of(function)} returned {type(result).__name__}; it must return the "
-            "sample, or a list of samples"
-        )
-    return result
+    args: Any
+    function: Callable[..., Any]
 
+    async def of_one(self, sample: Sample, sampling_params: dict[str, Any], evaluation: bool) -> Sample | list[Sample]:
+        """Call it for one sample. It may cut one execution into several samples.
 
-async def call_group_generate(
-    function: Callable[..., Any], args: Any, group: list[Any], sampling_params: dict[str, Any], evaluation: bool
-) -> list[Any]:
-    """Call a function for the samples of one prompt. Returns one entry per sample. Raises as :func:`call_generate`."""
-    samples = [_own(function, sample) for sample in group]
-    offered = {"sampling_params": sampling_params, "evaluation": evaluation}
-    kwargs = {name: value for name, value in offered.items() if accepts(function, name)}
-    result = await _call(args.custom_generate_timeout, function, args, samples, **kwargs)
-    if not isinstance(result, list) or len(result) != len(group):
-        got = f"{len(result)} samples" if isinstance(result, list) else type(result).__name__
-        raise DataError(
-            f"--custom-generate-function-path {name_of(function)} returned {got} for a group of {len(group)}; it must "
-            "return a list with one entry per sample"
-        )
-    return result
+        Raises:
+            TimeoutError: ``--custom-generate-timeout`` passed.
+            DataError: it returned something else.
+        """
+        kwargs = {"evaluation": evaluation} if accepts(self.function, "evaluation") else {}
+        result = await self._call(_own(self.function, sample), sampling_params, **kwargs)
+        if not isinstance(result, Sample | list) or not list(iter_samples(result)):
+            raise DataError(
+                f"--custom-generate-function-path {name_of(self.function)} returned {type(result).__name__}; it must "
+                "return the sample, or a list of samples"
+            )
+        return result
 
+    async def of_group(self, group: list[Any], sampling_params: dict[str, Any], evaluation: bool) -> list[Any]:
+        """Call it for the samples of one prompt. Returns one entry per sample. Raises as :meth:`of_one`."""
+        samples = [_own(self.function, sample) for sample in group]
+        offered = {"sampling_params": sampling_params, "evaluation": evaluation}
+        kwargs = {name: value for name, value in offered.items() if accepts(self.function, name)}
+        result = await self._call(samples, **kwargs)
+        if not isinstance(result, list) or len(result) != len(group):
+            got = f"{len(result)} samples" if isinstance(result, list) else type(result).__name__
+            raise DataError(
+                f"--custom-generate-function-path {name_of(self.function)} returned {got} for a group of {len(group)}; "
+                "it must return a list with one entry per sample"
+            )
+        return result
 
-async def _call(seconds: float, function: Callable[..., Any], *arguments: Any, **kwargs: Any) -> Any:
-    limit = asyncio.timeout(seconds)
-    try:
-        async with limit:
-            return await call_user(function, *arguments, **kwargs)
-    except TimeoutError:
-        if not limit.expired():  # raised by the function itself
-            raise
-        raise TimeoutError(
-            f"it did not return within {seconds:g} s: fix it, or raise --custom-generate-timeout (seconds per call)"
-        ) from None
+    async def _call(self, *arguments: Any, **kwargs: Any) -> Any:
+        limit = asyncio.timeout(seconds := self.args.custom_generate_timeout)
+        try:
+            async with limit:
+                return await call_user(self.function, self.args, *arguments, **kwargs)
+        except TimeoutError:
+            if not limit.expired():  # raised by the function itself
+                raise
+            raise TimeoutError(
+                f"it did not return within {seconds:g} s: fix it, or raise --custom-generate-timeout (seconds per call)"
+            ) from None
+
+    async def whole_group(self, state: Any, group: list[Any], params: dict[str, Any], evaluation: bool) -> list[Any]:
+        """Generate a group with one call, apply the sample hooks, and score it unless the group is scored together."""
+        args = self.args
+        # Samples that the data source returned as finished are not generated again.
+        unfinished = [s for s in iter_samples(group) if s.status not in FINISHED and not is_given_up(s)]
+        if args.partial_rollout and args.mask_offpolicy_in_partial_rollout:
+            mask_older_tokens(list(unfinished))
+        made: list[Any] | None = None
+        async with state.slots.several(len(unfinished)):
+            if is_ending(state):
+                return group
+            on_begin.get()()
+            what = f"--custom-generate-function-path {name_of(self.function)}"
+            for attempt in Attempts(unfinished, retries=args.max_sample_retries, what=what) if unfinished else ():
+                with attempt:
+                    # Copies: a function may change its arguments, and the next attempt needs the originals.
+                    result = await self.of_group(list(unfinished), dict(params), evaluation)
+                    complete_results(args, state, result, unfinished, params)
+                    # Only now: complete_results raises for an aborted request, whose result is discarded.
+                    made = result
+        if made is not None:
+            made = await apply_rollout_sample_hooks(args, made, evaluation=evaluation)
+            group = _put_in(group, dict(zip(map(id, unfinished), made, strict=True)))
+        if not args.group_rm:
+            await asyncio.gather(*(score(args, entry) for entry in group))
+        return group
 
 
 def _own(function: Callable[..., Any], sample: Sample) -> Sample:
@@ -143,44 +170,6 @@ def _own(function: Callable[..., Any], sample: Sample) -> Sample:
     if sample.loss_mask is None and sample.response_length == 0:
         sample.loss_mask = []  # users write ``sample.loss_mask += [1] * n``
     return sample
-
-
-async def generate_whole_group(
-    args: Namespace,
-    state: Any,
-    function: Callable[..., Any],
-    group: list[Any],
-    sampling_params: dict[str, Any],
-    evaluation: bool,
-) -> list[Any]:
-    """Generate a group with one call, apply the sample hooks, and score it unless the group is scored together.
-
-    Args:
-        state: the ``GenerateState`` of the process.
-    """
-    # Samples that the data source returned as finished are not generated again.
-    unfinished = [s for s in iter_samples(group) if s.status not in FINISHED and not is_given_up(s)]
-    if args.partial_rollout and args.mask_offpolicy_in_partial_rollout:
-        mask_older_tokens(list(unfinished))
-    made: list[Any] | None = None
-    async with state.slots.several(len(unfinished)):
-        if is_ending(state):
-            return group
-        on_begin.get()()
-        what = f"--custom-generate-function-path {name_of(function)}"
-        for attempt in Attempts(unfinished, retries=args.max_sample_retries, what=what) if unfinished else ():
-            with attempt:
-                # Copies: a function may change its arguments, and the next attempt needs the originals.
-                result = await call_group_generate(function, args, list(unfinished), dict(sampling_params), evaluation)
-                complete_results(args, state, result, unfinished, sampling_params)
-                # Only now: complete_results raises for an aborted request, and the next attempt discards its result.
-                made = result
-    if made is not None:
-        made = await apply_rollout_sample_hooks(args, made, evaluation=evaluation)
-        group = _put_in(group, dict(zip(map(id, unfinished), made, strict=True)))
-    if not args.group_rm:
-        await asyncio.gather(*(score(args, entry) for entry in group))
-    return group
 
 
 def _put_in(group: list[Any], made: dict[int, Any]) -> list[Any]:
@@ -195,7 +184,11 @@ def _put_in(group: list[Any], made: dict[int, Any]) -> list[Any]:
 
 
 def complete_results(
-    args: Any, state: Any, results: Sequence[Any], sources: Sequence[Sample], sampling_params: dict[str, Any]
+    args: Any,
+    state: Any,
+    results: Sequence[Any],
+    sources: Sequence[Sample],
+    sampling_params: dict[str, Any],
 ) -> None:
     """Complete the result of each source in place, and cut the text of its stop token.
 

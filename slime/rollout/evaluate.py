@@ -7,11 +7,10 @@ import functools
 import logging
 from argparse import Namespace
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from slime.config.groups import from_args, with_values
-from slime.data.chat import load_tokenizer
-from slime.data.media import load_processor
 from slime.data.prompts import Dataset
 from slime.data.sample import Sample, iter_samples
 from slime.rollout.arguments import RewardModelArgs
@@ -21,6 +20,8 @@ from slime.rollout.custom_generate import on_begin
 from slime.rollout.engine_request import eval_sampling_params, train_sampling_params
 from slime.rollout.eval_config import EvalDatasetConfig
 from slime.rollout.failures import FailureBudget, failed_reward, fresh_copy, give_up
+from slime.rollout.prompt_data import PromptData
+from slime.utils.async_utils import call_in_thread
 from slime.utils.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -31,37 +32,33 @@ EVAL_PROMPT_DATASET: dict[Any, Dataset] = {}
 """Prompts of the evaluation sets that were read. Evaluation functions of plugins use it too."""
 
 
-def eval_prompts(args: Namespace, config: EvalDatasetConfig, known: dict[Any, Dataset]) -> Dataset:
+def eval_prompts(prompts: PromptData, config: EvalDatasetConfig, known: dict[Any, Dataset]) -> Dataset:
     """The prompts of a set, read once per process and way of reading. Slow the first time: call it in a thread.
 
     Args:
+        prompts: the flags. The set's own values replace them.
         known: the sets that were read; receives this one.
     """
     # Part of the key: two sets may read the same file with different templates.
     how = (bool(config.apply_chat_template), config.apply_chat_template_kwargs, config.multimodal_keys)
-    key = (config.cache_key, args.hf_checkpoint, str(how))
+    key = (config.cache_key, prompts.hf_checkpoint, str(how))
     if key not in known:
-        has_media = config.multimodal_keys is not None
-        known[key] = Dataset(
-            config.path,
-            load_tokenizer(args.hf_checkpoint, trust_remote_code=True),
-            load_processor(args.hf_checkpoint, trust_remote_code=True) if has_media else None,
-            args.eval_max_prompt_len,
-            prompt_key=config.input_key or args.input_key,
+        known[key] = replace(
+            prompts,
+            input_key=config.input_key or prompts.input_key,
             label_key=config.label_key,
             tool_key=config.tool_key,
-            metadata_key=config.metadata_key or args.metadata_key,
+            metadata_key=config.metadata_key or prompts.metadata_key,
             apply_chat_template=bool(config.apply_chat_template),
-            apply_chat_template_kwargs=config.apply_chat_template_kwargs,
+            apply_chat_template_kwargs=config.apply_chat_template_kwargs or {},
             multimodal_keys=config.multimodal_keys,
-            skips_bad_lines=args.skip_bad_lines,
-            special_tokens_as_text=args.special_tokens_as_text,
-        )
+            num_data_workers=0,
+        ).dataset(config.path)
     return known[key]
 
 
 async def evaluate(
-    args: Namespace, sets: Sequence[tuple[EvalDatasetConfig, Dataset]], generate_group: GenerateGroup
+    args: Namespace, configs: Sequence[EvalDatasetConfig], generate_group: GenerateGroup
 ) -> dict[str, dict[str, Any]]:
     """``{set: {"rewards", "truncated", "samples"}}``, all sets at the same time.
 
@@ -72,7 +69,11 @@ async def evaluate(
         DataError: too many failed samples, or too few finished ones. Also the error of the first failing group, which
             cancels the others.
     """
-    args = _with_eval_limits(args)
+    prompts = replace(from_args(PromptData, args), rollout_max_prompt_len=args.eval_max_prompt_len)
+    sets = [(config, await call_in_thread(eval_prompts, prompts, config, EVAL_PROMPT_DATASET)) for config in configs]
+    if (limit := args.eval_max_context_len) not in (None, args.rollout_max_context_len):
+        # A copy: a rollout with the original may be running at the same time.
+        args = with_values(args, rollout_max_context_len=limit)
     keys, of_training = from_args(RewardModelArgs, args).keys, train_sampling_params(args)
     key = args.eval_reward_key or args.reward_key
     wanted = sum(len(dataset) * (config.n_samples_per_eval_prompt or 1) for config, dataset in sets)
@@ -210,10 +211,3 @@ def _summary(name: str, samples: list[Sample], key: str | None) -> dict[str, Any
             )
         rewards.append(sample.reward[key] if key else sample.reward)
     return {"rewards": rewards, "truncated": [sample.truncated for sample in samples], "samples": samples}
-
-
-def _with_eval_limits(args: Namespace) -> Namespace:
-    """The namespace for generation, with the context length of the evaluation."""
-    limit = args.eval_max_context_len
-    # A copy: a rollout with the original may be running at the same time.
-    return args if limit in (None, args.rollout_max_context_len) else with_values(args, rollout_max_context_len=limit)

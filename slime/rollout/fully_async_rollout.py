@@ -31,7 +31,7 @@ from slime.data.sample import SampleGroup, iter_samples
 from slime.data.schedule import record
 from slime.hooks.load import load_optional
 from slime.rollout.base_types import RolloutFnTrainOutput, complete_args
-from slime.rollout.collect import Drops, apply_filter, call_batch_hooks, first_index, log_sample
+from slime.rollout.collect import BatchHooks, Drops, first_index, log_sample
 from slime.rollout.custom_generate import is_cut
 from slime.rollout.failures import FailureBudget, fresh_group, without_response
 from slime.rollout.sglang_rollout import GenerateState, generate_and_rm_group
@@ -300,7 +300,7 @@ def _stop_global_worker() -> None:
 async def _generate_rollout_async(args: Namespace, rollout_id: int, data_buffer: Any) -> RolloutFnTrainOutput:
     worker = _get_global_worker(args, data_buffer)
     worker.release()
-    dynamic_filter = load_optional(args.dynamic_sampling_filter_path, "filter")
+    hooks = BatchHooks(args, load_optional(args.dynamic_sampling_filter_path, "filter"))
     drops = Drops(args.rollout_batch_size)
     metrics = {"rollout/stale_groups": 0, "rollout/stale_tokens": 0}
     failures = FailureBudget(args.max_failed_share, args.rollout_batch_size * args.n_samples_per_prompt)
@@ -328,7 +328,7 @@ async def _generate_rollout_async(args: Namespace, rollout_id: int, data_buffer:
                     continue
                 failures.check(group)
                 all_groups.append(group)
-                verdict = await apply_filter(dynamic_filter, args, group)
+                verdict = await hooks.judge(group)
                 if verdict.keep:
                     groups.append(group)
                 else:
@@ -342,7 +342,7 @@ async def _generate_rollout_async(args: Namespace, rollout_id: int, data_buffer:
             worker.release()
     groups.sort(key=first_index)
     log_sample(next(iter_samples(groups)), f"rollout {rollout_id}, first sample")
-    await call_batch_hooks(args, groups, all_groups, data_buffer)
+    await hooks.finish(groups, all_groups, data_buffer)
     metrics |= {"rollout/waiting_groups": worker.queue_size()}
     if failures.num_failed:
         metrics["rollout/failed_samples"] = failures.num_failed

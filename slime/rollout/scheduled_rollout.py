@@ -23,7 +23,7 @@ from uuid import uuid4
 from slime.data.sample import Sample, SampleGroup, iter_samples
 from slime.data.schedule import Planned, note_part, parts_of, read_begun, read_schedule
 from slime.rollout.base_types import RolloutFnTrainOutput, complete_args
-from slime.rollout.collect import call_batch_hooks, gather, log_sample
+from slime.rollout.collect import BatchHooks, gather, log_sample
 from slime.rollout.custom_generate import FINISHED, evaluates, until_finished
 from slime.rollout.failures import give_up, is_given_up
 from slime.rollout.rm_hub.scoring import score, score_group
@@ -238,7 +238,7 @@ _replay: Replay | None = None
 async def _next(replay: Replay, rollout_id: int, data_source: Any) -> RolloutFnTrainOutput:
     groups = await replay.batch(rollout_id, data_source)
     log_sample(next(iter_samples(groups)), f"rollout {rollout_id}, first sample")
-    await call_batch_hooks(replay.args, groups, list(groups), data_source)
+    await BatchHooks(replay.args).finish(groups, list(groups), data_source)
     return RolloutFnTrainOutput(samples=groups)
 
 

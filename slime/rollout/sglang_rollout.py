@@ -36,10 +36,9 @@ from slime.rollout import collect
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, complete_args
 from slime.rollout.custom_generate import (
     FINISHED,
-    call_generate,
+    GenerateFunction,
     complete_results,
     evaluates,
-    generate_whole_group,
     is_ending,
     on_begin,
     takes_group,
@@ -57,7 +56,7 @@ from slime.rollout.engine_request import (
     train_sampling_params,
 )
 from slime.rollout.eval_config import EvalDatasetConfig
-from slime.rollout.evaluate import EVAL_PROMPT_DATASET, eval_prompts, evaluate
+from slime.rollout.evaluate import EVAL_PROMPT_DATASET, evaluate
 from slime.rollout.failures import Attempts, is_given_up
 from slime.rollout.prompt_history import DraftHistory, LongTail
 from slime.rollout.rm_hub.scoring import score, score_group
@@ -297,7 +296,7 @@ async def _generate_one(
             function = None if path is None else _load(path, "generate")
             call: Callable[..., Awaitable[Sample | list[Sample]]] = functools.partial(generate, args)
             if function is not None:
-                call = functools.partial(call_generate, function, args, evaluation=evaluation)
+                call = functools.partial(GenerateFunction(args, function).of_one, evaluation=evaluation)
             result = await until_finished(call, function, state, sample, sampling_params)
             complete_results(args, state, [result], [sample], sampling_params)
             return result
@@ -320,7 +319,7 @@ async def generate_and_rm_group(
     path = next(iter_samples(group)).generate_function_path or args.custom_generate_function_path
     function = None if path is None else _load(path, "generate")
     if function is not None and takes_group(function):
-        result = await generate_whole_group(args, state, function, group, sampling_params, evaluation)
+        result = await GenerateFunction(args, function).whole_group(state, group, sampling_params, evaluation)
     else:
         tasks = [
             asyncio.create_task(generate_and_rm(args, sample, seeded(state, sampling_params, i), evaluation=evaluation))
@@ -377,7 +376,7 @@ async def generate_rollout_async(
     if not complete_args(args).rollout_global_dataset:
         raise DataError("the default rollout draws from the data source: drop --disable-rollout-global-dataset")
     state = GenerateState(args)
-    dynamic_filter = (path := args.dynamic_sampling_filter_path) and _load(path, "filter")
+    hooks = collect.BatchHooks(args, (path := args.dynamic_sampling_filter_path) and _load(path, "filter"))
     plan = collect.BatchPlan(
         target=args.rollout_batch_size,
         group_size=args.n_samples_per_prompt,
@@ -391,7 +390,7 @@ async def generate_rollout_async(
             plan,
             fetch=_TAIL.begin(data_source_get_samples, longest_first=args.rollout_longest_first),
             submit=_DRAFTS.begin(args, state.submit_generate_tasks),
-            judge=functools.partial(collect.apply_filter, dynamic_filter, args),
+            judge=hooks.judge,
             stop=functools.partial(abort, args, rollout_id),
             workers_url=get_model_url(args, "default", "/workers"),
             requests=state.training,
@@ -403,7 +402,7 @@ async def generate_rollout_async(
     _DRAFTS.end(collected.all_groups)
     collect.log_sample(next(iter_samples(collected.groups)), f"rollout {rollout_id}, first sample")
     owner = getattr(data_source_get_samples, "__self__", data_source_get_samples)
-    await collect.call_batch_hooks(args, collected.groups, collected.all_groups, owner)
+    await hooks.finish(collected.groups, collected.all_groups, owner)
     return RolloutFnTrainOutput(samples=collected.groups, metrics=dict(collected.metrics)), collected.left_over
 
 
@@ -421,10 +420,9 @@ async def eval_rollout_single_dataset(
 
 async def _evaluate_sets(args: Namespace, configs: Sequence[EvalDatasetConfig]) -> dict[str, dict[str, Any]]:
     state = GenerateState(complete_args(args))
-    sets = [(config, await call_in_thread(eval_prompts, args, config, EVAL_PROMPT_DATASET)) for config in configs]
     state.num_evaluations += 1
     try:
-        return await evaluate(args, sets, generate_and_rm_group)
+        return await evaluate(args, configs, generate_and_rm_group)
     finally:
         state.num_evaluations -= 1
 

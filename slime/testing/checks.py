@@ -19,7 +19,7 @@ from slime.batch.rewards import RewardArgs
 from slime.data.sample import Sample, as_groups, iter_samples
 from slime.hooks.load import accepts, can_be_called, parameter_names
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn
-from slime.rollout.custom_generate import call_generate, call_group_generate, complete, takes_group
+from slime.rollout.custom_generate import GenerateFunction, complete, takes_group
 from slime.rollout.data_source import BufferFilter, make_data_source
 from slime.rollout.failures import fresh_copy
 from slime.rollout.filters import DynamicFilterOutput
@@ -52,15 +52,13 @@ def custom_generate(call: Call) -> Iterator[str]:
     (group, *_) = fresh_groups(call.row)
     state = GenerateState(call.args)
     params = dict(state.sampling_params)
+    function = GenerateFunction(call.args, call.function)
 
     async def generate() -> list[Any]:
         if takes_group(call.function):
-            return await call_group_generate(call.function, call.args, group, params, evaluation=False)
+            return await function.of_group(group, params, evaluation=False)
         # dict(): a function may change the sampling parameters
-        return [
-            await call_generate(call.function, call.args, sample, dict(params), evaluation=False)
-            for sample in iter_samples(group)
-        ]
+        return [await function.of_one(sample, dict(params), evaluation=False) for sample in iter_samples(group)]
 
     results = _run(generate())
     for source, result in zip(iter_samples(group), results, strict=True):

@@ -33,14 +33,14 @@ USED = {"coding_agent_rl": "tool\nsaved", "tau-bench": "tool\nok", "strands_sgla
 """Example -> text of a response whose tool was called."""
 DISPATCH = """
 from slime.hooks.load import load_function
-from slime.rollout.custom_generate import call_generate
+from slime.rollout.custom_generate import GenerateFunction
 
 PATHS = {paths!r}
 
 
 async def generate(args, sample, sampling_params, evaluation=False):
     function = load_function(PATHS[sample.metadata["example"]], "generate")
-    return await call_generate(function, args, sample, sampling_params, evaluation)
+    return await GenerateFunction(args, function).of_one(sample, sampling_params, evaluation)
 """
 
 

@@ -256,15 +256,18 @@ async def score(args: Namespace, result: Any) -> None:
     missing = _without_failed(keys, [sample for sample in samples if sample.reward is None])
     if missing:
         with trace_span(missing, "reward_model"):
-            await _score(args, missing, are_together=isinstance(result, list))
+            together = isinstance(result, list)
+            rewards = batched_async_rm(args, missing) if together else asyncio.gather(async_rm(args, missing[0]))
+            await _fill(missing, rewards, keys)
 
 
 async def score_group(args: Namespace, group: Any) -> None:
     """Score all samples of a prompt in one call (``--group-rm``)."""
-    samples = _without_failed(from_args(RewardModelArgs, args).keys, list(iter_samples(group)))
+    keys = from_args(RewardModelArgs, args).keys
+    samples = _without_failed(keys, list(iter_samples(group)))
     if samples:
         with trace_span(samples, "group_reward_model"):
-            await _score(args, samples, are_together=True)
+            await _fill(samples, batched_async_rm(args, samples), keys)
 
 
 def _check_given_rewards(keys: Sequence[str], samples: Sequence[Sample]) -> None:
@@ -285,11 +288,11 @@ def _without_failed(keys: Sequence[str], samples: Sequence[Sample]) -> list[Samp
     return [sample for sample in samples if not is_given_up(sample)]
 
 
-async def _score(args: Namespace, samples: Sequence[Sample], *, are_together: bool) -> None:
+async def _fill(samples: Sequence[Sample], scoring: Awaitable[Sequence[Any]], keys: Sequence[str]) -> None:
     try:
-        rewards = await batched_async_rm(args, samples) if are_together else [await async_rm(args, samples[0])]
+        rewards = await scoring
     except ScoringError as error:
-        rewards = [failed_reward(from_args(RewardModelArgs, args).keys)] * len(samples)
+        rewards = [failed_reward(keys)] * len(samples)
         for sample in samples:
             # The type in the metadata is that of the cause, not ScoringError.
             give_up(sample, "reward", error.__cause__ or error, str(error))

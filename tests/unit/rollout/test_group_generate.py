@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from slime.data.sample import Sample
-from slime.rollout.collect import Drops, apply_filter
-from slime.rollout.custom_generate import call_generate, takes_group
+from slime.rollout.collect import BatchHooks, Drops
+from slime.rollout.custom_generate import GenerateFunction, takes_group
 from slime.rollout.failures import Attempts
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks
 from slime.rollout.sglang_rollout import generate_and_rm, generate_and_rm_group
@@ -135,7 +135,7 @@ def test_a_plain_function_that_is_slow_does_not_stop_the_others(what):
 
     async def main():
         stop = Deadline(600, "the slow function to be called")
-        slow = apply_rollout_sample_hooks(args, sample) if what == "hook" else apply_filter(waits, args, sample)
+        slow = apply_rollout_sample_hooks(args, sample) if what == "hook" else BatchHooks(args, waits).judge(sample)
         task = asyncio.create_task(slow)
         while not entered.is_set():
             stop.check()
@@ -194,7 +194,7 @@ def test_a_thread_that_is_too_late_does_not_write_into_the_next_attempt():
     async def generate():
         for attempt in Attempts([source], retries=1, what="late"):
             with attempt:
-                return await call_generate(late_at_first, args, source, {}, evaluation=False)
+                return await GenerateFunction(args, late_at_first).of_one(source, {}, evaluation=False)
 
     sample = run(generate())
     is_through.set()

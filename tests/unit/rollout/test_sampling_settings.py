@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +13,7 @@ from slime.data.sample import Sample
 from slime.rollout.base_types import complete_args
 from slime.rollout.engine_request import build_request, eval_sampling_params, response_room, train_sampling_params
 from slime.rollout.eval_config import EvalDatasetConfig
-from slime.rollout.evaluate import _with_eval_limits
+from slime.rollout.evaluate import evaluate
 from slime.rollout.sft_rollout import _fill
 from slime.rollout.sglang_rollout import seeded
 from tests.unit.rollout.fake_engine import make_args
@@ -45,11 +47,17 @@ def test_an_evaluation_set_has_settings_of_its_own() -> None:
     assert "repetition_penalty" not in params
 
 
-def test_evaluation_has_its_own_context_length() -> None:
-    args = make_args("/model", 0, rollout_max_context_len=16, eval_max_context_len=12)
-    prompt = Sample(prompt="1+1=")
-    assert response_room(_with_eval_limits(args).rollout_max_context_len, prompt, 10, 8) == 2
-    assert response_room(args.rollout_max_context_len, prompt, 10, 8) == 6
+def test_evaluation_has_its_own_context_length(tiny_task: Any) -> None:
+    args = make_args(tiny_task.model, 0, rollout_max_context_len=16, eval_max_context_len=12)
+    rooms = []
+
+    async def generate(args: Any, group: list[Sample], *_: Any, **__: Any) -> list[Sample]:
+        rooms.append(response_room(args.rollout_max_context_len, group[0], 10, 8))
+        return [replace(group[0], reward=1.0, status=Sample.Status.COMPLETED)]
+
+    asyncio.run(evaluate(args, [EvalDatasetConfig("a", f"{tiny_task.eval}@[:1]")], generate))
+    assert rooms == [2]
+    assert response_room(args.rollout_max_context_len, Sample(), 10, 8) == 6
 
 
 def test_a_conversation_that_is_trained_from_its_first_token_keeps_it_as_the_prompt() -> None:

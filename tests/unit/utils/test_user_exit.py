@@ -12,7 +12,7 @@ import pytest
 from slime.data.sample import Sample
 from slime.hooks.load import load_function
 from slime.ray.data_buffer import DataBuffer
-from slime.rollout.custom_generate import call_generate
+from slime.rollout.custom_generate import GenerateFunction
 from slime.rollout.failures import Attempts
 from slime.rollout.filters import call_dynamic_filter
 from slime.rollout.rm_hub import async_rm
@@ -61,7 +61,7 @@ def test_generation_that_exits_is_tried_again_and_given_up(function: Any):
     async def generate() -> Any:
         for attempt in Attempts([sample], retries=1, what="f"):
             with attempt:
-                return await call_generate(function, args, sample, {}, evaluation=False)
+                return await GenerateFunction(args, function).of_one(sample, {}, evaluation=False)
         return None
 
     assert asyncio.run(generate()) is None
