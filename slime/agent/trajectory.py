@@ -241,7 +241,7 @@ class TrajectoryManager:
         samples = [
             sample
             for builder in built
-            if (sample := builder.to_sample(base_sample, extra_metadata or {}, max_sample_tokens, self._args))
+            if (sample := builder.to_sample(base_sample, extra_metadata or {}, max_sample_tokens))
         ]
         for sample in samples:
             sample.reward = _divided(reward, len(samples)) if self._reward_split == "equal" else reward
@@ -260,7 +260,7 @@ class TrajectoryManager:
             if builder is None or kind is DriftKind.FORK:
                 if builder is not None:
                     yield builder
-                builder = _SampleBuilder(node.turn.prompt_ids)
+                builder = _SampleBuilder(self._args, list(node.turn.prompt_ids), len(node.turn.prompt_ids))
             else:
                 builder.continue_with(node.turn.prompt_ids, kind)
             builder.add_response(node)
@@ -293,16 +293,17 @@ class _Part:
         return (self.node and self.node.turn and self.node.turn.meta_info) or {}
 
 
+@dataclass
 class _SampleBuilder:
     """Joins turns into one sample. The tokens held are always prompt and output of the last turn."""
 
-    def __init__(self, prompt_ids: Sequence[int]) -> None:
-        self.tokens = list(prompt_ids)
-        self.num_leading = len(prompt_ids)
-        self.parts: list[_Part] = []
-        self.nodes: list[MessageNode] = []  # of all turns, also of those whose response was replaced
-        self.last_start: int | None = None
-        self.num_abandoned = 0
+    args: Any
+    tokens: list[int]
+    num_leading: int
+    parts: list[_Part] = field(default_factory=list)
+    nodes: list[MessageNode] = field(default_factory=list)  # of all turns, also of those whose response was replaced
+    last_start: int | None = None
+    num_abandoned: int = 0
 
     def drift(self, turn: TurnRecord, threshold: int) -> DriftKind:
         common = _common_prefix_len(self.tokens, turn.prompt_ids)
@@ -333,9 +334,7 @@ class _SampleBuilder:
         self.parts.append(part)
         self.tokens += part.tokens
 
-    def to_sample(
-        self, base: Sample, extra_metadata: dict[str, Any], max_sample_tokens: int, args: Any
-    ) -> Sample | None:
+    def to_sample(self, base: Sample, extra_metadata: dict[str, Any], max_sample_tokens: int) -> Sample | None:
         """None without a trained token."""
         turns = [node.turn for node in self.nodes if node.turn is not None]
         sample = Sample(
@@ -352,7 +351,7 @@ class _SampleBuilder:
         # The choices of a request cover all tokens before it. A last turn without room for a request has none.
         newest = next((part for part in reversed(self.parts) if _EXPERTS in part.meta_info), None)
         for part in self.parts:
-            _append_part(sample, part, args, has_experts=part is newest)
+            self._add_part(sample, part, has_experts=part is newest)
         was_cut = 0 < max_sample_tokens < len(sample.tokens)
         if was_cut:
             _cut(sample, max_sample_tokens)
@@ -371,21 +370,20 @@ class _SampleBuilder:
             sample.metadata["abandoned_response_tokens"] = self.num_abandoned
         return sample
 
-
-def _append_part(sample: Sample, part: _Part, args: Any, has_experts: bool) -> None:
-    turn = part.node.turn if part.node is not None else None
-    if turn is None:
-        sample.append_response_tokens(args, tokens=part.tokens, trainable=False)
-        return
-    meta = {"finish_reason": {"type": turn.finish_reason}} | part.meta_info
-    if not has_experts:
-        meta.pop(_EXPERTS, None)
-    # Unknown log-probs. ``append_response_tokens`` refuses trained tokens without any.
-    log_probs = turn.output_log_probs or [0.0] * len(turn.output_ids)
-    sample.append_response_tokens(args, tokens=turn.output_ids, log_probs=log_probs, meta_info=meta)
-    if not part.is_trained and part.tokens:
-        assert sample.loss_mask is not None
-        sample.loss_mask[-len(part.tokens) :] = [0] * len(part.tokens)
+    def _add_part(self, sample: Sample, part: _Part, has_experts: bool) -> None:
+        turn = part.node.turn if part.node is not None else None
+        if turn is None:
+            sample.append_response_tokens(self.args, tokens=part.tokens, trainable=False)
+            return
+        meta = {"finish_reason": {"type": turn.finish_reason}} | part.meta_info
+        if not has_experts:
+            meta.pop(_EXPERTS, None)
+        # Unknown log-probs. ``append_response_tokens`` refuses trained tokens without any.
+        log_probs = turn.output_log_probs or [0.0] * len(turn.output_ids)
+        sample.append_response_tokens(self.args, tokens=turn.output_ids, log_probs=log_probs, meta_info=meta)
+        if not part.is_trained and part.tokens:
+            assert sample.loss_mask is not None
+            sample.loss_mask[-len(part.tokens) :] = [0] * len(part.tokens)
 
 
 def _cut(sample: Sample, num_tokens: int) -> None:
