@@ -10,7 +10,7 @@ signature is in ``examples/train_infer_mismatch_helper``. Arguments are lists wi
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeAlias
 
@@ -51,13 +51,12 @@ class MismatchSettings:
     tis_batch_normalize: bool
 
     @classmethod
-    def from_args(cls, args: Any) -> MismatchSettings:
-        """Read the attributes of these names.
+    def of(cls, values: Mapping[str, Any]) -> MismatchSettings:
+        """Read the values of these names.
 
         Raises:
             ValueError: missing keys, all of them in one message, or values that do not fit.
         """
-        values = vars(args)
         missing = [item.name for item in fields(cls) if item.name not in values]
         if missing:
             raise ValueError(f"--custom-config-path must set {', '.join(missing)} for the mismatch helper.")
@@ -111,7 +110,7 @@ def compute_mis_weights(
         (weights or None without ``use_tis``, masks after rejection, metrics: token values, a sequence's value at all
         of its tokens).
     """
-    s = args if isinstance(args, MismatchSettings) else MismatchSettings.from_args(args)
+    s = args if isinstance(args, MismatchSettings) else MismatchSettings.of(vars(args))
     masks = [mask.float() for mask in loss_masks]
     rho = [(a.float() - b.to(a.device).float()) for a, b in zip(train_log_probs, rollout_log_probs, strict=True)]
     metrics = _distances(list(train_log_probs), list(rollout_log_probs), rho, masks)

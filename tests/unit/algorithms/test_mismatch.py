@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from argparse import Namespace
 from dataclasses import replace
 
 import pytest
@@ -167,8 +166,8 @@ def test_without_weights_only_the_masks_and_metrics_are_made():
 
 def test_missing_and_contradicting_settings_are_named():
     with pytest.raises(ValueError, match=r"must set use_rs, tis_level.*tis_batch_normalize"):
-        MismatchSettings.from_args(Namespace(use_tis=True))
-    assert MismatchSettings.from_args(Namespace(**vars(PLAIN), other=1)) == PLAIN
+        MismatchSettings.of({"use_tis": True})
+    assert MismatchSettings.of(vars(PLAIN) | {"other": 1}) == PLAIN
     with pytest.raises(ValueError, match=r"tis_lower_bound 2\.0 must be below tis_upper_bound 1\.5"):
         replace(PLAIN, tis_mode="clip", tis_lower_bound=2.0)
     with pytest.raises(ValueError, match=r"rs_lower_bound 3\.0"):
