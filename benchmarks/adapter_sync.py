@@ -30,7 +30,8 @@ from slime.backends.sglang_utils.feature_rules import adapter_words
 from slime.backends.sglang_utils.fork_server import ForkServer
 from slime.backends.sglang_utils.server_args import server_env
 from slime.backends.training.arguments import LoraArgs
-from slime.data.engine_fields import adapter_fields
+from slime.config.groups import from_args
+from slime.data.engine_fields import FieldFlags
 from slime.models.hf_shape import read_shape
 from slime.models.lora import LoraConfig, adapter_tensors
 from slime.utils.net import WEIGHT_INTERFACES, WEIGHT_LOOPBACK
@@ -82,7 +83,9 @@ def measure(options: argparse.Namespace, root: Path) -> None:
                 num_bytes[name] = updater.update(fleet, trainer, update)
                 seconds[name].append(time.perf_counter() - started)
             started = time.perf_counter()
-            fleet.start("probe", token_ids=probe_ids(24576), fields=adapter_fields(args)).wait(_TIMEOUT_S)
+            fleet.start("probe", token_ids=probe_ids(24576), fields=from_args(FieldFlags, args).adapter_fields).wait(
+                _TIMEOUT_S
+            )
             seconds["proof"].append(time.perf_counter() - started)
             print(number, "  ".join(f"{name} {taken[-1]:.3f}" for name, taken in seconds.items()), flush=True)
     finally:

@@ -15,8 +15,8 @@ reply has its version (``weight_version``).
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from slime.utils.errors import DataError
@@ -37,27 +37,49 @@ REPLAY_TOP_K = 4000
 ``--sampling-mask-max-tokens``, 4096). The cut of the rare larger nucleus is replayed like any other."""
 
 
-def cuts_vocabulary(args: Namespace) -> bool:
-    """Whether ``--rollout-top-p`` or ``--rollout-top-k`` let engines sample from less than the whole vocabulary."""
-    given = vars(args)  # those of users' programs may lack the flags
-    return bool(given.get("rollout_top_p", 1.0) != 1.0 or given.get("rollout_top_k", -1) != -1)
+ADAPTER_NAME = "policy"
 
 
-def check_sampling_sets(args: Namespace, columns: Mapping[str, Any]) -> None:
-    """Check that tokens sampled from a part of the vocabulary come with their sets.
+@dataclass(frozen=True)
+class FieldFlags:
+    """The flags that decide about these fields. Arguments of users' programs may lack some."""
 
-    Raises:
-        DataError: the flags cut the vocabulary, and a batch with trained tokens has no sets.
-    """
-    if args.loss_type == "sft_loss" or not cuts_vocabulary(args):
-        return
-    if columns.get("rollout_top_p_token_offsets") is None and any(bool(mask.any()) for mask in columns["loss_masks"]):
-        raise DataError(
-            f"--rollout-top-p {args.rollout_top_p} --rollout-top-k {args.rollout_top_k}: no sample of the rollout says "
-            "which ids its tokens were sampled from. A custom generate function must send return_sampling_mask past "
-            "the router (slime.rollout.sglang_rollout.generate does, or GenerateState(args).engines.choose()) and pass "
-            "meta_info to append_response_tokens; or use --rollout-top-p 1 --rollout-top-k -1."
-        )
+    rollout_top_p: float = 1.0
+    rollout_top_k: int = -1
+    loss_type: str = "policy_loss"
+    lora_rank: int = 0
+    lora_merge: bool = False
+    debug_rollout_only: bool = False
+
+    @property
+    def cuts_vocabulary(self) -> bool:
+        """Whether ``--rollout-top-p`` or ``--rollout-top-k`` let engines sample from less than the whole vocabulary."""
+        return self.rollout_top_p != 1.0 or self.rollout_top_k != -1
+
+    @property
+    def serves_adapter(self) -> bool:
+        """Whether engines get an adapter. With ``--lora-merge`` they get whole weights, without a trainer nothing."""
+        return bool(self.lora_rank) and not self.lora_merge and not self.debug_rollout_only
+
+    @property
+    def adapter_fields(self) -> dict[str, str]:
+        """The fields by which a request to ``/generate`` of the trained model names the adapter. Empty without one."""
+        return {"lora_path": ADAPTER_NAME} if self.serves_adapter else {}
+
+    def check_sampling_sets(self, columns: Mapping[str, Any]) -> None:
+        """Check that tokens sampled from a part of the vocabulary come with their sets.
+
+        Raises:
+            DataError: the flags cut the vocabulary, and a batch with trained tokens has no sets.
+        """
+        lacks_them = self.cuts_vocabulary and columns.get("rollout_top_p_token_offsets") is None
+        if lacks_them and self.loss_type != "sft_loss" and any(bool(mask.any()) for mask in columns["loss_masks"]):
+            raise DataError(
+                f"--rollout-top-p {self.rollout_top_p} --rollout-top-k {self.rollout_top_k}: no sample of the rollout "
+                "says which ids its tokens were sampled from. A custom generate function must send return_sampling_mask"
+                " past the router (slime.rollout.sglang_rollout.generate does, or GenerateState(args).engines.choose())"
+                " and pass meta_info to append_response_tokens; or use --rollout-top-p 1 --rollout-top-k -1."
+            )
 
 
 LACKS_SETS = (
@@ -80,17 +102,3 @@ def sampled_tokens(meta: dict[str, Any]) -> tuple[list[int], list[float]]:
     if log_probs is None:
         log_probs = [item[0] for item in sampled]
     return [item[1] for item in sampled], list(log_probs)
-
-
-ADAPTER_NAME = "policy"
-
-
-def serves_adapter(args: Any) -> bool:
-    """Whether engines get an adapter. With ``--lora-merge`` they get whole weights, without a trainer nothing."""
-    given = {} if args is None else vars(args)  # those of users' programs may lack the flags
-    return bool(given.get("lora_rank")) and not given.get("lora_merge") and not given.get("debug_rollout_only")
-
-
-def adapter_fields(args: Any) -> dict[str, str]:
-    """The fields by which a request to ``/generate`` of the trained model names the adapter. Empty without one."""
-    return {"lora_path": ADAPTER_NAME} if serves_adapter(args) else {}

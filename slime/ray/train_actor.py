@@ -20,7 +20,7 @@ from slime.backends.protocols import SOURCE, TRAINER_PARTS, AdapterProof, Canary
 from slime.backends.training.arguments import PrecisionArgs
 from slime.config.arguments import ClusterArgs, SyncArgs
 from slime.config.groups import from_args
-from slime.data.engine_fields import adapter_fields
+from slime.data.engine_fields import FieldFlags
 from slime.observability.logging_utils import configure_logger
 from slime.ray.engines.fleet import RayEngineFleet
 from slime.ray.run.cluster import node_address
@@ -206,7 +206,8 @@ class TrainActor:
         """Tensor name -> checksum, on the source rank. A collective of all ranks."""
         from slime.utils.memory_utils import bytes_of
 
-        exports = [self.trainer.export_weights, self.trainer.export_adapter][: 1 + bool(adapter_fields(self._args))]
+        num_exports = 2 if from_args(FieldFlags, self._args).serves_adapter else 1
+        exports = [self.trainer.export_weights, self.trainer.export_adapter][:num_exports]
         exported = itertools.chain.from_iterable(export(recipients=SOURCE) for export in exports)
         # a separate pass: the tensors that a sync sends depend on transport, layout and quantization
         checksum = checksum_function("xxh3-128")

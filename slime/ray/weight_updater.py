@@ -24,7 +24,7 @@ from slime.backends.training.arguments import PrecisionArgs
 from slime.backends.training.hf_files import save_hf_directory
 from slime.config.arguments import SyncArgs
 from slime.config.groups import from_args
-from slime.data.engine_fields import serves_adapter
+from slime.data.engine_fields import FieldFlags
 from slime.hooks.load import load_function
 from slime.models.config_json import read_model_config
 from slime.models.hf_shape import read_shape
@@ -84,7 +84,7 @@ def weight_updater(args: Namespace, rank: int, world_size: int) -> Updater:
         save_hf_directory(trainer.export_weights(), args.hf_checkpoint, path)
 
     updater, lora = transport.make(sync, side), LoraConfig.from_args(args)
-    if lora is not None and serves_adapter(args):
+    if lora is not None and from_args(FieldFlags, args).serves_adapter:
         updater = with_adapter(updater, lora, sync, side, write_base)
     quantizer = None if args.debug_train_only else find_quantizer(args.hf_checkpoint)
     return updater if quantizer is None else _QuantizedUpdater(updater, quantizer, args.hf_checkpoint)

@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from slime.config.groups import from_args
 from slime.data.engine_fields import (
     LACKS_SETS,
     OUTPUT_LISTS,
     PAST_THE_ROUTER,
     REPLAY_TOP_K,
-    adapter_fields,
-    cuts_vocabulary,
+    FieldFlags,
     lacks_sets,
     sampled_tokens,
 )
@@ -238,11 +238,11 @@ def build_request(
         **_prompt(args.hf_checkpoint, sample, ids),
         "sampling_params": {**sampling_params, "max_new_tokens": room},
         "return_logprob": True,
-        **adapter_fields(args),
+        **from_args(FieldFlags, args).adapter_fields,
     }
     if args.use_rollout_routing_replay:
         payload["return_routed_experts"] = True
-    if is_trained and cuts_vocabulary(args):
+    if is_trained and from_args(FieldFlags, args).cuts_vocabulary:
         payload["return_sampling_mask"] = True
     headers = None
     # All requests of a session go to the engine whose cache holds its earlier tokens.

@@ -18,7 +18,8 @@ from slime.backends.sglang_utils.feature_rules import adapter_words
 from slime.backends.sglang_utils.fork_server import ForkServer
 from slime.backends.training.arguments import LoraArgs
 from slime.backends.training.hf_files import write_hf_directory
-from slime.data.engine_fields import ADAPTER_NAME, adapter_fields
+from slime.config.groups import from_args
+from slime.data.engine_fields import ADAPTER_NAME, FieldFlags
 from slime.models.hf_shape import read_shape
 from slime.models.lora import LoraConfig
 from slime.utils.errors import EngineError
@@ -140,7 +141,7 @@ def update_of(trainer: PeftTrainer) -> WeightUpdate:
 
 def sync(updater: AdapterUpdater, fleet: RecordingFleet, trainer: PeftTrainer, before: Probe | None = None) -> int:
     num_bytes = updater.update(fleet, trainer, update_of(trainer))
-    verify_adapter(fleet, AdapterProof(trainer.probe(), adapter_fields(ARGS)), 60.0, before)
+    verify_adapter(fleet, AdapterProof(trainer.probe(), from_args(FieldFlags, ARGS).adapter_fields), 60.0, before)
     return num_bytes
 
 
@@ -192,7 +193,7 @@ def test_a_fault_is_named_at_its_sync(fault, fleet, trainer, updater, monkeypatc
     before = trainer.probe()
     trainer.step()
     faulty = fleet.handles[1]
-    fields, at = adapter_fields(ARGS), faulty.url
+    fields, at = from_args(FieldFlags, ARGS).adapter_fields, faulty.url
     # an engine that confirms the new version without loading it
     if fault == "missing":
 

@@ -9,15 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 from slime.agent.trajectory import Message, TurnRecord
-from slime.data.engine_fields import (
-    LACKS_SETS,
-    PAST_THE_ROUTER,
-    REPLAY_TOP_K,
-    adapter_fields,
-    cuts_vocabulary,
-    lacks_sets,
-    sampled_tokens,
-)
+from slime.data.engine_fields import LACKS_SETS, PAST_THE_ROUTER, REPLAY_TOP_K, FieldFlags, lacks_sets, sampled_tokens
 from slime.observability.trace_utils import TraceHandle, trace_headers, trace_span
 from slime.rollout.direct_engines import DirectEngines, EngineChoice, with_packed_experts
 from slime.rollout.engine_request import EngineRequest, abort_at, send
@@ -125,7 +117,7 @@ def _options(session: Session, adapter: _Adapter) -> dict[str, Any]:
         "return_routed_experts": getattr(adapter.args, "use_rollout_routing_replay", False),
     }
     asked = {key: True for key, is_needed in needed.items() if is_needed}
-    return asked | adapter_fields(adapter.args) | adapter.request_options
+    return asked | _flags(adapter).adapter_fields | adapter.request_options
 
 
 def _finish_reason(reply: dict[str, Any]) -> str:
@@ -187,7 +179,12 @@ def _sampling_params(session: Session, body: dict[str, Any], adapter: _Adapter) 
 
 def _replays_sets(session: Session, adapter: _Adapter) -> bool:
     """Whether the trainer needs the ids that each token was sampled from."""
-    return _cuts(session.sampling_defaults) if adapter.args is None else cuts_vocabulary(adapter.args)
+    return _cuts(session.sampling_defaults) if adapter.args is None else _flags(adapter).cuts_vocabulary
+
+
+def _flags(adapter: _Adapter) -> FieldFlags:
+    given = {} if adapter.args is None else vars(adapter.args)
+    return FieldFlags(**{name: given[name] for name in vars(FieldFlags()) if name in given})
 
 
 def _cuts(params: dict[str, Any]) -> bool:

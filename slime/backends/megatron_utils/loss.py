@@ -35,7 +35,7 @@ from slime.backends.training.credit import add_credit
 from slime.backends.training.custom import CustomFunctions
 from slime.config.groups import from_args
 from slime.data.columns import SAMPLING_SETS
-from slime.data.engine_fields import cuts_vocabulary
+from slime.data.engine_fields import FieldFlags
 from slime.utils.errors import ConfigError
 
 __all__ = [
@@ -132,7 +132,7 @@ def get_rollout_top_p_logprob_kwargs(args: Namespace, batch: Mapping[str, Any]) 
     Raises:
         ValueError: the batch lacks the ids that the cut left.
     """
-    if not cuts_vocabulary(args):
+    if not from_args(FieldFlags, args).cuts_vocabulary:
         return {}
     missing = [name for name in ROLLOUT_TOP_P_TOKEN_KEYS if batch.get(name) is None]
     if missing:

@@ -8,7 +8,8 @@ from typing import Any
 
 from slime.backends.sglang_utils.topology import ModelSpec
 from slime.config import notices
-from slime.data.engine_fields import ADAPTER_NAME, serves_adapter
+from slime.config.groups import from_args
+from slime.data.engine_fields import ADAPTER_NAME, FieldFlags
 from slime.models.config_json import read_model_config
 from slime.models.hf_shape import read_shape
 from slime.models.lora import LoraConfig
@@ -241,3 +242,7 @@ def _has_other_attention(hf_checkpoint: str) -> bool:
     except ConfigError:  # reported elsewhere
         return False
     return any(part is not None for part in (shape.mla, shape.sparse, shape.delta_net, shape.vision))
+
+
+def serves_adapter(args: Namespace) -> bool:
+    return from_args(FieldFlags, args).serves_adapter

@@ -21,7 +21,8 @@ from slime.backends.sglang_utils.feature_rules import adapter_of_model, drafts_o
 from slime.backends.sglang_utils.option_table import ALIASES
 from slime.backends.sglang_utils.topology import ModelSpec, Topology, WorkerType, num_stages, topology_of
 from slime.config import notices
-from slime.data.engine_fields import cuts_vocabulary, serves_adapter
+from slime.config.groups import from_args
+from slime.data.engine_fields import FieldFlags
 from slime.models.config_json import read_model_config, text_part
 from slime.utils import accelerator
 from slime.utils.errors import ConfigError
@@ -322,7 +323,7 @@ def _direct_requests(args: Namespace) -> Iterator[str]:
     asks = []
     if args.use_rollout_routing_replay:
         asks.append(("--use-rollout-routing-replay", "the expert choices"))
-    if cuts_vocabulary(args):
+    if from_args(FieldFlags, args).cuts_vocabulary:
         flags = f"--rollout-top-p {args.rollout_top_p} --rollout-top-k {args.rollout_top_k}"
         asks.append((flags, "the ids that tokens were sampled from"))
     flag = _pd_flag(args) if asks else None
@@ -336,7 +337,7 @@ def _direct_requests(args: Namespace) -> Iterator[str]:
 
 
 def _adapter_of_pd(args: Namespace) -> Iterator[str]:
-    flag = _pd_flag(args) if serves_adapter(args) else None
+    flag = _pd_flag(args) if from_args(FieldFlags, args).serves_adapter else None
     if flag is not None:
         yield (
             f"--lora-rank {args.lora_rank} does not work with prefill and decode on different engines ({flag}): no "

@@ -10,10 +10,9 @@ from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
-from slime.backends.sglang_utils.feature_rules import adapter_flags, draft_flags, words_of
+from slime.backends.sglang_utils.feature_rules import adapter_flags, draft_flags, serves_adapter, words_of
 from slime.backends.sglang_utils.option_table import server_options
 from slime.backends.sglang_utils.topology import WorkerType, override_argv
-from slime.data.engine_fields import serves_adapter
 from slime.utils import accelerator
 from slime.utils.net import WEIGHT_INTERFACES
 

@@ -48,7 +48,7 @@ from slime.backends.training.steps import (
 )
 from slime.batch.arguments import BatchArgs
 from slime.config.groups import RunConfig, from_args
-from slime.data.engine_fields import adapter_fields, check_sampling_sets
+from slime.data.engine_fields import FieldFlags
 from slime.models.lora import LoraConfig
 from slime.observability.profile_utils import TrainProfiler, timed
 from slime.utils.errors import ConfigError, SlimeError
@@ -301,7 +301,7 @@ class TrainerBase(ABC):
     def _prepare_policy(self, batch: TrainBatch, seconds: dict[str, float]) -> None:
         """Compute the columns that the loss reads: log-probs of other weights, and advantages."""
         columns = batch.columns
-        check_sampling_sets(self._args, columns)
+        from_args(FieldFlags, self._args).check_sampling_sets(columns)
         passes = passes_needed(
             self._algorithm,
             self._distillation,
@@ -356,7 +356,7 @@ class TrainerBase(ABC):
 
     def adapter_proof(self, version: str) -> AdapterProof | None:
         """The proof that engines use the adapters, which are ``version``. A collective."""
-        fields = adapter_fields(self._args)
+        fields = from_args(FieldFlags, self._args).adapter_fields
         if not fields:
             return None
         ids = probe_ids(self._vocab_size)

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from slime.backends.sglang_utils.feature_rules import _SLOTS
+from slime.config.groups import from_args
 from slime.config.plan.build import Plan, build
 from slime.config.plan.engine import SLOTS, serves_adapter
-from slime.data import engine_fields
+from slime.data.engine_fields import FieldFlags
 from tests.unit.config.plan_args import plan_args
 from tests.unit.config.test_plan_build import printed
 from tests.unit.config.tiny_command import QWEN3, make_model
@@ -124,4 +125,4 @@ def test_files_hold_adapters_unless_they_are_merged(args: Any, flags: dict[str, 
 
 @pytest.mark.parametrize("flags", [{}, {"lora_rank": 0}, {"lora_merge": True}, {"debug_rollout_only": True}])
 def test_the_plan_and_the_run_agree_on_engines_with_adapters(args: Any, flags: dict[str, Any]) -> None:
-    assert serves_adapter(args(**flags)) == engine_fields.serves_adapter(args(**flags)) == (not flags)
+    assert serves_adapter(args(**flags)) == from_args(FieldFlags, args(**flags)).serves_adapter == (not flags)

@@ -10,7 +10,8 @@ import torch
 from slime.batch.compile import compile_train_data
 from slime.batch.rewards import RewardArgs
 from slime.batch.ship import tensorize
-from slime.data.engine_fields import check_sampling_sets, sampled_tokens
+from slime.config.groups import from_args
+from slime.data.engine_fields import FieldFlags, sampled_tokens
 from slime.data.sample import Sample
 from slime.utils.errors import DataError
 
@@ -78,13 +79,13 @@ def test_a_trained_sample_without_sets_beside_others_with_them_is_refused():
 def test_a_batch_that_does_not_say_what_a_cut_left_is_not_trained_on(flags):
     args = Namespace(**({"rollout_top_p": 1.0, "rollout_top_k": -1, "loss_type": "policy_loss"} | flags))
     with pytest.raises(DataError, match=r"no sample of the rollout says which ids"):
-        check_sampling_sets(args, {"loss_masks": [torch.tensor([0]), torch.tensor([0, 1])]})
-    check_sampling_sets(args, {"rollout_top_p_token_offsets": []})
-    check_sampling_sets(Namespace(**(vars(args) | {"loss_type": "sft_loss"})), {})
-    check_sampling_sets(Namespace(rollout_top_p=1.0, rollout_top_k=-1, loss_type="policy_loss"), {})
+        from_args(FieldFlags, args).check_sampling_sets({"loss_masks": [torch.tensor([0]), torch.tensor([0, 1])]})
+    from_args(FieldFlags, args).check_sampling_sets({"rollout_top_p_token_offsets": []})
+    FieldFlags(**(vars(args) | {"loss_type": "sft_loss"})).check_sampling_sets({})
+    FieldFlags().check_sampling_sets({})
 
 
 def test_a_batch_without_a_trained_token_needs_no_sets():
     args = Namespace(rollout_top_p=0.9, rollout_top_k=-1, loss_type="policy_loss")
     given_up = Sample(index=1, group_index=0, tokens=[1, 2, 3], response_length=1, loss_mask=[0], reward=0.0)
-    check_sampling_sets(args, tensorize(compile_train_data([given_up], rewards=REWARDS)))
+    from_args(FieldFlags, args).check_sampling_sets(tensorize(compile_train_data([given_up], rewards=REWARDS)))

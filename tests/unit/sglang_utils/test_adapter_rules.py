@@ -16,7 +16,8 @@ from slime.backends.sglang_utils.feature_rules import (
     served_adapter,
 )
 from slime.backends.sglang_utils.topology import ModelSpec, ServerGroupSpec, WorkerType
-from slime.data.engine_fields import adapter_fields
+from slime.config.groups import from_args
+from slime.data.engine_fields import FieldFlags
 from slime.utils import accelerator
 from slime.utils.accelerator import CUDAAccelerator
 from tests.unit.megatron_utils.tiny_families import make_family_checkpoint
@@ -152,7 +153,7 @@ def test_experts_need_a_gpu(tmp_path: Path):
 
 def test_without_a_trainer_engines_serve_the_base(model: str):
     args = run(model, debug_rollout_only=True)
-    assert adapter_fields(args) == {}
+    assert from_args(FieldFlags, args).adapter_fields == {}
     assert list(served_adapter(args)) == []
     assert "--debug-rollout-only" in str(args.notices)
 
