@@ -59,7 +59,7 @@ class Adapters(Weights):
 def measure(options: argparse.Namespace, root: Path) -> None:
     model = make_model(root, options.layers)
     args = Namespace(**vars(LoraArgs(lora_rank=options.rank)), hf_checkpoint=str(model))
-    config = LoraConfig.from_args(args)
+    config = LoraConfig.of(vars(args))
     assert config is not None
     trainer = Adapters(model, config)
     preloaded = ForkServer(root / "fork_server.log", server_env())

@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy
 import ray
 
+from slime.config.groups import RunConfig
 from slime.ray.engines.http_workers import start_http_workers
 from slime.utils import http_utils
 from slime.utils.net import free_port
@@ -90,7 +91,7 @@ def main() -> None:
     args = Namespace(
         num_gpus_per_node=8, rollout_num_gpus=1, rollout_num_gpus_per_engine=1, sglang_server_concurrency=64
     )
-    workers = start_http_workers(args)
+    workers = start_http_workers(RunConfig.of(args))
     workers.wait_ready(60.0)
     results[f"{options.posters} posters"] = measure(url, options)
     ray.shutdown()

@@ -50,7 +50,7 @@ def make_run(
     torch.manual_seed(seed)
     encode = _encoder(hf_checkpoint)
     args = Namespace(**vars(_ARGS) | {"hf_checkpoint": None if hf_checkpoint is None else str(hf_checkpoint)})
-    write_run_info(directory, args, _COMMAND)
+    write_run_info(directory, vars(args), _COMMAND)
     progress_file = {"state": "finished", "num_rollout": num_rollouts}
     (directory / "progress.json").write_text(json.dumps(progress_file), encoding="utf-8")
     with (directory / "metrics.jsonl").open("w", encoding="utf-8") as file:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from argparse import Namespace
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -91,20 +90,19 @@ class LoraConfig:
     merge: bool = False
 
     @classmethod
-    def from_args(cls, args: Namespace) -> LoraConfig | None:
-        """The settings of the resolved command line. None without ``--lora-rank``."""
-        given = vars(args)  # plain namespaces of users' programs lack the flags
-        if not given.get("lora_rank"):
+    def of(cls, given: Mapping[str, Any]) -> LoraConfig | None:
+        """The settings in the values of the resolved command line. None without ``--lora-rank``."""
+        if not given.get("lora_rank"):  # programs of users lack the flags
             return None
         return cls(
-            rank=args.lora_rank,
-            alpha=args.lora_alpha,
-            dropout=args.lora_dropout,
-            target_modules=tuple(args.lora_target_modules or (ALL_LINEAR,)),
-            adapter_path=args.lora_adapter_path,
-            experts=args.lora_experts,
-            rslora=args.lora_use_rslora,
-            merge=args.lora_merge,
+            rank=given["lora_rank"],
+            alpha=given["lora_alpha"],
+            dropout=given["lora_dropout"],
+            target_modules=tuple(given["lora_target_modules"] or (ALL_LINEAR,)),
+            adapter_path=given["lora_adapter_path"],
+            experts=given["lora_experts"],
+            rslora=given["lora_use_rslora"],
+            merge=given["lora_merge"],
         )
 
     @property

@@ -14,7 +14,6 @@ import socket
 import subprocess
 import sys
 import time
-from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePath
@@ -63,9 +62,9 @@ class RunInfo:
         return str(place) if place.exists() else path
 
 
-def write_run_info(run: Path, args: Namespace, argv: Sequence[str] | None = None) -> None:
-    """Write the file. A resumed run replaces it. ``argv`` defaults to the command line that ``args`` was read from."""
-    settings = plain_settings(vars(args))
+def write_run_info(run: Path, values: Mapping[str, Any], argv: Sequence[str] | None = None) -> None:
+    """Write the file. A resumed run replaces it. ``argv`` defaults to the command line that gave the arguments."""
+    settings = plain_settings(values)
     parsed_from = settings.pop("command_line", sys.argv)
     words = list(parsed_from if argv is None else argv)
     info = RunInfo(

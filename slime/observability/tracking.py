@@ -130,7 +130,7 @@ def create_tracker(args: Namespace, *, is_new: bool = False) -> Tracker:
                 _set_aside(directory, started, [value for value in vars(args).values() if isinstance(value, str)])
             _started.add(directory)
             add(JsonlSink(directory / "metrics.jsonl"))
-            write_run_info(directory, args)
+            write_run_info(directory, vars(args))
         except OSError as error:
             raise ConfigError(
                 f"--output-dir {args.output_dir}: cannot write to {directory}: {error.strerror or error}. "

@@ -131,7 +131,7 @@ class RayTrainGroup:
         """Start the ranks again from the last checkpoint, if :meth:`release` has ended them."""
         if self._ranks:
             return
-        self._args = continued(self._args)
+        self._args = continued(RunConfig.of(self._args)).args
         self._ranks = self._start()
         starts = self.start_setup(self._with_ref)
         what, fix = f"{self._name} to start again", "--trainer-start-timeout"

@@ -70,11 +70,11 @@ class RolloutManager:
 
         args = self._args
         if not args.debug_train_only:
-            self._servers = RolloutServers(args, self._slots)
+            self._servers = RolloutServers(self._config, self._slots)
             if self._servers.awaits_engines:
                 self._servers.await_engines()  # before GenerateState: their number limits the concurrent requests
             if are_wanted(is_asked_for=args.use_distributed_post, replays_experts=args.use_rollout_routing_replay):
-                self._http_workers = start_http_workers(args)
+                self._http_workers = start_http_workers(self._config)
             preload_graders(args.rm_type)
             GenerateState(args)  # loads the tokenizer while the engines start
         save_tokenizer(args.dump_details, args.hf_checkpoint)

@@ -83,7 +83,7 @@ def weight_updater(args: Namespace, rank: int, world_size: int) -> Updater:
     def write_base(trainer: WeightExporter, path: str) -> None:
         save_hf_directory(trainer.export_weights(), args.hf_checkpoint, path)
 
-    updater, lora = transport.make(sync, side), LoraConfig.from_args(args)
+    updater, lora = transport.make(sync, side), LoraConfig.of(vars(args))
     if lora is not None and from_args(FieldFlags, args).serves_adapter:
         updater = with_adapter(updater, lora, sync, side, write_base)
     quantizer = None if args.debug_train_only else find_quantizer(args.hf_checkpoint)

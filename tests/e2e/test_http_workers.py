@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import threading
+from argparse import Namespace
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ import ray
 import torch
 from ray.cluster_utils import Cluster
 
+from slime.config.groups import RunConfig
 from slime.data.sample import Sample
 from slime.ray.engines.http_workers import HttpWorkers, start_http_workers
 from slime.utils import http_utils
@@ -39,14 +41,14 @@ def cluster():
 @pytest.fixture(scope="module")
 def workers(cluster) -> Any:
     """Started once, because a worker takes seconds. The last test kills them."""
-    args = SimpleNamespace(
+    args = Namespace(
         num_gpus_per_node=8,
         rollout_num_gpus=2,
         rollout_num_gpus_per_engine=1,
         sglang_server_concurrency=64,
         rollout_request_timeout=None,
     )
-    workers = start_http_workers(args)  # type: ignore[arg-type]
+    workers = start_http_workers(RunConfig.of(args))
     workers.wait_ready(60.0)
     try:
         yield workers

@@ -302,11 +302,12 @@ def _new_driver() -> None:
 
 def _command(mode: str, args: Namespace) -> None:
     from slime.backends.training.rules import nothing_left
+    from slime.config.groups import RunConfig
     from slime.ray.run.main import train, train_async
     from slime.ray.run.restart import run_to_the_end
 
     if nothing_left(args) is None:
-        run_to_the_end(train_async if MODES[mode][0] else train, args)
+        run_to_the_end(train_async if MODES[mode][0] else train, RunConfig.of(args))
 
 
 def _attempt(mode: str, root: Path) -> BaseException | None:

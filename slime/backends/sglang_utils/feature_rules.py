@@ -36,7 +36,7 @@ _DRAFTS = {"--speculative-num-draft-tokens": "8", "--speculative-ngram-max-bfs-b
 
 def adapter_flags(args: Namespace) -> dict[str, Any]:
     """SGLang's flags for the adapter of this run. Values are texts, numbers, lists, or None for a switch."""
-    config = LoraConfig.from_args(args)
+    config = LoraConfig.of(vars(args))
     assert config is not None, "serves_adapter(args)"
     flags: dict[str, Any] = {
         "--enable-lora": None,
@@ -60,7 +60,7 @@ def words_of(value: Any) -> list[str]:
 
 def served_adapter(args: Namespace) -> Iterator[str]:
     """The engines can serve the adapter, and the user's ``--sglang-*`` flags do not contradict it."""
-    config = LoraConfig.from_args(args)
+    config = LoraConfig.of(vars(args))
     if config is not None and args.debug_rollout_only:
         notices.warn(args, "--lora-rank", "no effect with --debug-rollout-only: engines serve --hf-checkpoint")
     if config is None or not serves_adapter(args) or args.debug_train_only:
@@ -109,7 +109,7 @@ def _engine_flags(args: Namespace, config: LoraConfig, names: list[str]) -> Iter
 
 def adapter_of_model(args: Namespace, model: ModelSpec) -> Iterator[str]:
     """The engines of an entry of ``--sglang-config`` can serve the adapter, if the run trains the entry."""
-    config = LoraConfig.from_args(args)
+    config = LoraConfig.of(vars(args))
     if config is None or not serves_adapter(args) or args.debug_train_only or not model.updates_weights:
         return
     if model.model_path != args.hf_checkpoint:
@@ -189,7 +189,7 @@ def problems_of_server(args: Namespace, seen: Mapping[str, Any]) -> Iterator[str
 
 def experts_on_cpu(args: Namespace) -> Iterator[str]:
     """SGLang's LoRA of experts needs triton. It wraps the experts as soon as any MLP has an adapter."""
-    config = LoraConfig.from_args(args)
+    config = LoraConfig.of(vars(args))
     if config is None or not serves_adapter(args) or args.debug_train_only or not accelerator.current().is_cpu:
         return
     try:

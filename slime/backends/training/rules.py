@@ -120,7 +120,7 @@ def _first_rollout(args: Namespace) -> int:
 
 def check_adapters(args: Namespace) -> Iterator[str]:
     """Rule over the resolved arguments: targets, rank, base, and the adapter that training starts from."""
-    lora = LoraConfig.from_args(args)
+    lora = LoraConfig.of(vars(args))
     if lora is None:
         yield from _without_rank(args)
         yield from _load_problems(args, None)

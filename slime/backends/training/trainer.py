@@ -76,7 +76,7 @@ class TrainerBase(ABC):
         self._checkpoint = from_args(CheckpointArgs, args)
         self._copies = from_args(ModelCopyArgs, args)
         self._shares_prefixes = from_args(BatchArgs, args).share_prefixes
-        self._lora = None if self.is_critic else LoraConfig.from_args(args)
+        self._lora = None if self.is_critic else LoraConfig.of(vars(args))
         self._bad_steps = BadSteps(args.save or args.output_dir, rank)
         self._vocab_size = vocab_size
         self._custom = CustomFunctions.load(args, vocab_size=vocab_size)

@@ -211,7 +211,7 @@ def adapter_numbers(
     args: Namespace, shape: ModelShape, layers: Sequence[int], *, tensor_ranks: int = 1, expert_ranks: int = 1
 ) -> tuple[float, float] | None:
     """Numbers in the adapters of a rank: (all but experts, experts). None without adapters that fit the model."""
-    lora = LoraConfig.from_args(args)
+    lora = LoraConfig.of(vars(args))
     try:
         sizes = {"tensor_ranks": tensor_ranks, "expert_ranks": expert_ranks}
         return None if lora is None else lora.numbers_on_rank(shape, layers, **sizes)

@@ -15,7 +15,6 @@ import asyncio
 import logging
 import marshal
 import zlib
-from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +22,8 @@ import ray
 from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from slime.config.arguments import ClusterArgs
+from slime.config.groups import RunConfig
 from slime.observability.logging_utils import configure_logger
 from slime.ray.run.cluster import worker_env
 from slime.ray.watch.heartbeat import register_process
@@ -43,11 +44,11 @@ _KILLED_GRACE_S = 5.0  # after the deadline of an attempt, for the worker to rep
 class HttpWorker:
     """Body of the actor. Async, so Ray runs its calls side by side on one event loop."""
 
-    def __init__(self, args: Namespace, name: str) -> None:
+    def __init__(self, config: RunConfig, name: str) -> None:
         configure_logger(f" {name}")
         register_process(name)
         logging.getLogger("httpx").setLevel(logging.WARNING)
-        http_utils.init_http_client(args)
+        http_utils.init_http_client(config.args)
 
     async def node_id(self) -> str:
         """The node of the worker. The answer shows that it can send requests."""
@@ -140,17 +141,17 @@ def are_wanted(*, is_asked_for: bool, replays_experts: bool) -> bool:
     return is_asked_for or (replays_experts and not accelerator.current().is_cpu)
 
 
-def start_http_workers(args: Namespace) -> HttpWorkers:
+def start_http_workers(config: RunConfig) -> HttpWorkers:
     """Start workers on every living node: one per device slot, at least one and at most ``--num-gpus-per-node``."""
-    engines = http_utils.get_rollout_num_engines(args)
-    concurrency = max(_MIN_CONCURRENCY, args.sglang_server_concurrency * engines)
+    engines = http_utils.get_rollout_num_engines(config.args)
+    concurrency = max(_MIN_CONCURRENCY, config.args.sglang_server_concurrency * engines)
     actor = ray.remote(HttpWorker)
     actors = {}
     for node in ray.nodes():
         if not node["Alive"]:
             continue
         slots = int(node["Resources"].get("GPU", 0))
-        for number in range(max(1, min(args.num_gpus_per_node, slots))):
+        for number in range(max(1, min(config[ClusterArgs].num_gpus_per_node, slots))):
             name = f"HTTP worker {number} on {node['NodeManagerAddress']} ({node['NodeID'][:8]})"
             options = actor.options(
                 num_cpus=_NUM_CPUS,
@@ -158,6 +159,6 @@ def start_http_workers(args: Namespace) -> HttpWorkers:
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
                 runtime_env={"env_vars": worker_env()},
             )
-            actors[name] = options.remote(args, name)
+            actors[name] = options.remote(config, name)
     logger.info("%d HTTP workers send the requests to engines", len(actors))
     return HttpWorkers(actors)

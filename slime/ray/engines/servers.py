@@ -14,7 +14,6 @@ import itertools
 import logging
 import threading
 import time
-from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -28,7 +27,7 @@ from slime.backends.sglang_utils.router import ExistingRouter, Router, RouterPro
 from slime.backends.sglang_utils.server_process import ForkAddress
 from slime.backends.sglang_utils.topology import EnginePlace, topology_of
 from slime.config.arguments import ClusterArgs, FaultToleranceArgs
-from slime.config.groups import from_args
+from slime.config.groups import RunConfig, from_args
 from slime.ray.engines.actor import EngineActor, ExternalEngineActor, NodeSlot
 from slime.ray.engines.elastic import ElasticEngines, ServedModel
 from slime.ray.engines.fleet import EngineMemory, RayEngineFleet, WaitingEngines
@@ -64,8 +63,8 @@ class RolloutServers(EngineMemory, ElasticEngines):
     _reserve_engine = staticmethod(reserve_engine)
     _release = staticmethod(release_placement_groups)
 
-    def __init__(self, args: Namespace, slots: GpuSlots) -> None:
-        self._args = args
+    def __init__(self, config: RunConfig, slots: GpuSlots) -> None:
+        self._args = args = config.args
         self._gpus = slots
         self.memory_timeout_s = args.weight_sync_timeout
         self.replaces_dead = args.use_fault_tolerance

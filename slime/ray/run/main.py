@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 
 from slime.backends.training.arguments import CheckpointArgs
 from slime.backends.training.rules import nothing_left
-from slime.config.groups import from_args
+from slime.config.groups import RunConfig, from_args
 from slime.observability.run_log import driver_logs
 from slime.observability.tracking import run_directory
 from slime.ray.engines.preloading import imports_begun
@@ -114,4 +114,4 @@ def run_arguments(
     from slime.ray.run.restart import exit_status, run_to_the_end
 
     with guard or exit_status(from_args(CheckpointArgs, args)), running_cluster(args):
-        run_to_the_end(loop, args)
+        run_to_the_end(loop, RunConfig.of(args))

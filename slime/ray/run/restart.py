@@ -19,9 +19,12 @@ from contextlib import contextmanager
 
 from slime.backends.training.arguments import CheckpointArgs
 from slime.backends.training.checkpoint_source import inspect_checkpoint
-from slime.config.groups import with_values
+from slime.config.arguments import FaultToleranceArgs
+from slime.config.groups import RunConfig
+from slime.observability.arguments import WandbArgs
 from slime.observability.run_log import RUN_LOG
 from slime.ray.watch.failure_report import message_of
+from slime.rollout.arguments import GenerationArgs
 from slime.utils.deadline import Interrupted, interruptible
 from slime.utils.errors import ConfigError, ProcessDied, StartFailed
 
@@ -30,7 +33,7 @@ logger = logging.getLogger(__name__)
 MAX_RESTARTS = 3
 
 
-def run_to_the_end(train: Callable[[Namespace], None], args: Namespace) -> None:
+def run_to_the_end(train: Callable[[Namespace], None], config: RunConfig) -> None:
     """Call ``train(args)``, and again after a death that a checkpoint can repair, up to three times.
 
     Raises:
@@ -38,45 +41,40 @@ def run_to_the_end(train: Callable[[Namespace], None], args: Namespace) -> None:
         StartFailed: the first start failed: the second would not succeed either. A failure of a later start counts as
             another death.
     """
-    if args.use_wandb and args.wandb_run_id is None:
-        args = with_values(args, wandb_run_id=uuid.uuid4().hex[:8])  # all attempts are one run for Weights & Biases
+    wandb, restarts_dead = config[WandbArgs], config[FaultToleranceArgs].use_fault_tolerance
+    if wandb.use_wandb and wandb.wandb_run_id is None:
+        config = config.with_values(wandb_run_id=uuid.uuid4().hex[:8])  # all attempts are one run for Weights & Biases
     for restarts in range(MAX_RESTARTS + 1):
         try:
-            return train(copy.deepcopy(args))  # hooks keep state in args, and a restart begins without it
+            return train(copy.deepcopy(config).args)  # hooks keep state in args, and a restart begins without it
         except ProcessDied as death:
-            if not args.use_fault_tolerance or args.save is None:
+            if not restarts_dead or config[CheckpointArgs].save is None:
                 raise
             if restarts == 0 and isinstance(death, StartFailed):
                 raise
             if restarts == MAX_RESTARTS:
                 logger.error("giving up: the run was started again %d times", MAX_RESTARTS)
                 raise
-            args = continued(args)
+            config = continued(config)
             logger.warning(
                 "%s\nstarting the run again (restart %d of at most %d) from %s",
                 message_of(death),
                 restarts + 1,
                 MAX_RESTARTS,
-                args.load or args.hf_checkpoint,
+                config[CheckpointArgs].load or config[GenerationArgs].hf_checkpoint,
             )
 
 
-def continued(args: Namespace) -> Namespace:
+def continued(config: RunConfig) -> RunConfig:
     """The arguments of processes that start again from the last checkpoint in ``--save``.
 
     Flags about the first ``--load`` (step, fine-tuning, parts to leave out) do not apply to it.
     """
-    if inspect_checkpoint("--save", args.save) is None:
-        return args  # nothing is saved yet: start as the first time
-    return with_values(
-        args,
-        load=args.save,
-        ckpt_step=None,
-        start_rollout_id=None,
-        finetune=False,
-        no_load_optim=args.no_save_optim,
-        no_load_rng=args.no_save_rng,
-    )
+    saved = config[CheckpointArgs]
+    if saved.save is None or inspect_checkpoint("--save", saved.save) is None:
+        return config  # nothing is saved yet: start as the first time
+    parts = {"no_load_optim": saved.no_save_optim, "no_load_rng": saved.no_save_rng}
+    return config.with_values(load=saved.save, ckpt_step=None, start_rollout_id=None, finetune=False, **parts)
 
 
 @contextmanager

@@ -81,7 +81,7 @@ def test_a_name_that_the_package_lacks_is_an_attribute_error() -> None:
 @pytest.fixture
 def run(tmp_path: Path) -> RunRecord:
     """A run of two rollouts, the second of them twice, and one evaluation."""
-    write_run_info(tmp_path, Namespace(hf_checkpoint="model", lr=0.5, command_line=["train.py", "--lr", "0.5"]))
+    write_run_info(tmp_path, {"hf_checkpoint": "model", "lr": 0.5, "command_line": ["train.py", "--lr", "0.5"]})
     records = [
         {"step_key": "rollout/step", "rollout/step": 0, "rollout/raw_reward": 0.25, "time": 1.0},
         {"step_key": "rollout/step", "rollout/step": 1, "rollout/raw_reward": 0.4, "time": 2.0},
@@ -146,6 +146,6 @@ def test_another_folder_is_not_a_run(tmp_path: Path) -> None:
 
 
 def test_a_new_run_without_records_has_no_rows(tmp_path: Path) -> None:
-    write_run_info(tmp_path, Namespace(hf_checkpoint=None), ["train.py"])
+    write_run_info(tmp_path, {"hf_checkpoint": None}, ["train.py"])
     run = slime.load_run(tmp_path)
     assert (run.metric_rows(), list(run.sample_rows())) == ([], [])

@@ -184,7 +184,7 @@ def _make_agreeing_run(place: Path, model: Path) -> None:
     for name in ("hf_10", "hf_11", "outputs/run/hf_11"):
         shutil.copytree(model, place / name)
     args = Namespace(reward_key=None, hf_checkpoint=str(model), rollout_temperature=1.0)
-    write_run_info(place / "outputs" / "run", args, ["train.py", "--hf-checkpoint", str(model)])
+    write_run_info(place / "outputs" / "run", vars(args), ["train.py", "--hf-checkpoint", str(model)])
     sample = Sample(index=0, tokens=ids.tolist(), response="x", response_length=len(log_probs), reward=1.0)
     sample.rollout_log_probs = log_probs.tolist()
     record_rollout(place / "outputs" / "run", [sample], rollout_id=12, limit=1, reward_key=None)

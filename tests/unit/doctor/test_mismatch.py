@@ -237,7 +237,7 @@ def test_a_dump_of_the_trainer_and_a_runs_record_are_read(model: Any, tmp_path: 
 
 def test_a_record_is_read_whichever_rank_trained_on_it_and_rows_of_other_samples_are_not(tmp_path: Path) -> None:
     args = Namespace(reward_key=None, hf_checkpoint="m")
-    write_run_info(tmp_path, args, ["train.py"])
+    write_run_info(tmp_path, vars(args), ["train.py"])
     samples = [
         Sample(index=10 + i, tokens=[1, 2, 3], response="x", response_length=2, rollout_log_probs=[-1.0, -2.0])
         for i in range(2)
@@ -288,7 +288,7 @@ def test_the_default_referee_has_exactly_the_weights_that_generated(
     (tmp_path / "hf_3").mkdir()
     (tmp_path / "hf_3" / "config.json").touch()
     args = Namespace(hf_checkpoint=str(tmp_path / "model"), save_hf=str(tmp_path / template))
-    write_run_info(tmp_path, args, ["train.py"])
+    write_run_info(tmp_path, vars(args), ["train.py"])
     options = Namespace(dump=tmp_path, hf_checkpoint=None, temperature=None)
     assert _settings(options, version)[0] == (None if referee is None else str(tmp_path / referee))
 

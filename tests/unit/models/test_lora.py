@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -118,8 +117,8 @@ def test_the_file_for_peft_is_read_by_peft_with_the_same_scale(model: Any, tmp_p
 
 
 def test_without_a_rank_there_are_no_adapters() -> None:
-    assert LoraConfig.from_args(Namespace()) is None
-    assert LoraConfig.from_args(Namespace(lora_rank=0)) is None
+    assert LoraConfig.of({}) is None
+    assert LoraConfig.of({"lora_rank": 0}) is None
     assert tensor_name("a.q_proj.weight", "B") == "a.q_proj.lora_B.weight"
 
 

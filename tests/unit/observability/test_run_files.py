@@ -130,7 +130,7 @@ def test_a_folder_that_cannot_be_written_stops_nothing(tmp_path: Path, caplog: p
 def test_the_command_of_a_run_is_kept_without_its_secrets(tmp_path: Path) -> None:
     words = ["/x/train.py", "--lr", "1", "--wandb-key", "s1", "--sglang-api-key=s2", "--input-key", "text"]
     args = Namespace(hf_checkpoint="m", lr=1.0, wandb_key="s1", sglang_api_key="s2", given=frozenset(), names=["a"])
-    write_run_info(tmp_path, args, words)
+    write_run_info(tmp_path, vars(args), words)
     info = read_run_info(tmp_path)
     assert info.driver == "train.py"
     assert info.argv == ["--lr", "1", "--wandb-key", "***", "--sglang-api-key=***", "--input-key", "text"]

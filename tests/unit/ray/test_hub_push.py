@@ -120,7 +120,7 @@ def run(tmp_path: Path) -> Path:
     args = Namespace(
         hf_checkpoint="models/tiny", prompt_data="a|b.jsonl", advantage_estimator="grpo", wandb_key="secret"
     )
-    write_run_info(folder, args, words)
+    write_run_info(folder, vars(args), words)
     rewards = [{"rollout/raw_reward": i / 100, "rollout/step": i, "step_key": "rollout/step"} for i in range(50)]
     evals = {"eval/sums": 0.25, "eval/sums-truncated_ratio": 0.5, "eval/weight_version": 10, "eval/step": 10}
     steps = {"train/loss": 9.0, "train/step": 1, "step_key": "train/step"}

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from slime.config.groups import RunConfig
 from slime.ray.run.restart import MAX_RESTARTS, run_to_the_end
 from slime.ray.watch.progress import PROGRESS, Progress, phase
 from slime.utils.errors import ProcessDied, SlimeError, StartFailed
@@ -71,7 +72,7 @@ def test_a_disk_that_cannot_be_written_does_not_end_the_run(tmp_path):
         pass
 
 
-def arguments(tmp_path: Path, **other: Any) -> Namespace:
+def arguments(tmp_path: Path, **other: Any) -> RunConfig:
     values: dict[str, Any] = {"use_fault_tolerance": True, "save": str(tmp_path), "load": "elsewhere"}
     values |= {"ckpt_step": 7, "start_rollout_id": 0, "finetune": True, "no_load_optim": True, "no_load_rng": True}
     values |= {
@@ -81,7 +82,7 @@ def arguments(tmp_path: Path, **other: Any) -> Namespace:
         "wandb_run_id": None,
         "hf_checkpoint": "hf",
     }
-    return Namespace(**values | other)
+    return RunConfig(values | other)
 
 
 def dying(times: int, seen: list[Namespace], error: type[SlimeError] = ProcessDied):

@@ -38,7 +38,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[FakeRank]:
     monkeypatch.setattr(actor_group, "get", lambda refs, *about, **more: refs)
     monkeypatch.setattr(actor_group, "worker_env", dict)
     monkeypatch.setattr(GpuSlots, "strategy", lambda slots, slot: None)
-    monkeypatch.setattr(actor_group, "continued", lambda args: SimpleNamespace(**vars(args) | {"load": args.save}))
+    monkeypatch.setattr(actor_group, "continued", lambda config: config.with_values(load=config.args.save))
     return ranks
 
 
