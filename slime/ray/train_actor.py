@@ -19,7 +19,7 @@ import ray
 from slime.backends.protocols import SOURCE, TRAINER_PARTS, AdapterProof, Canary, Trainer, TrainerPart, TrainReport
 from slime.backends.training.arguments import PrecisionArgs
 from slime.config.arguments import ClusterArgs, SyncArgs
-from slime.config.groups import from_args
+from slime.config.groups import RunConfig, from_args
 from slime.data.engine_fields import FieldFlags
 from slime.observability.logging_utils import configure_logger
 from slime.ray.engines.fleet import RayEngineFleet
@@ -90,7 +90,7 @@ class TrainActor:
         self._world_size = world_size
         self._device_index = accelerator.resolve_visible_device_id(device_index)
         self._trainer: Trainer | None = None
-        self._weight_updater = weight_updater(args, rank, world_size)
+        self._weight_updater = weight_updater(RunConfig.of(args, is_shared=True), rank, world_size)
         is_compared = role == "actor" and not args.debug_train_only
         self._proof = root_proof(self._sync_args, args.hf_checkpoint) if is_compared else None
         self._kept_version: str | None = None

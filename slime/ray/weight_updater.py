@@ -6,7 +6,6 @@ they were started with.
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -22,8 +21,8 @@ from slime.backends.protocols import (
 from slime.backends.sglang_utils.checksum import SGLangTensors
 from slime.backends.training.arguments import PrecisionArgs
 from slime.backends.training.hf_files import save_hf_directory
-from slime.config.arguments import SyncArgs
-from slime.config.groups import from_args
+from slime.config.arguments import ClusterArgs, SyncArgs
+from slime.config.groups import RunConfig
 from slime.data.engine_fields import FieldFlags
 from slime.hooks.load import load_function
 from slime.models.config_json import read_model_config
@@ -68,26 +67,26 @@ def root_proof(sync: SyncArgs, hf_checkpoint: str) -> RootProof | None:
 _RANKS_GRACE_S = 120.0  # the source must fail before the other ranks: only its error names the engine
 
 
-def weight_updater(args: Namespace, rank: int, world_size: int) -> Updater:
+def weight_updater(config: RunConfig, rank: int, world_size: int) -> Updater:
     """The updater of one trainer rank, of the same kind on all ranks."""
-    sync = from_args(SyncArgs, args)
+    sync = config[SyncArgs]
     ranks = TrainerRanks(rank, world_size, timeout_s=sync.weight_sync_timeout + _RANKS_GRACE_S)
     transport = TRANSPORTS[sync.update_weight_transport]
     path = sync.custom_update_weight_post_write_path
     is_called = path is not None and "custom_update_weight_post_write_path" in transport.reads
     hook = load_function(path) if is_called else None
     # the user's function gets the engines' Ray actors
-    post_write = hook and (lambda version_dir, fleet: hook(args, version_dir, list(fleet.handles)))
-    side = TrainerSide(ranks, node_address, args.colocate, post_write)
+    post_write = hook and (lambda version_dir, fleet: hook(config.args, version_dir, list(fleet.handles)))
+    side = TrainerSide(ranks, node_address, config[ClusterArgs].colocate, post_write)
 
     def write_base(trainer: WeightExporter, path: str) -> None:
-        save_hf_directory(trainer.export_weights(), args.hf_checkpoint, path)
+        save_hf_directory(trainer.export_weights(), config.args.hf_checkpoint, path)
 
-    updater, lora = transport.make(sync, side), LoraConfig.of(vars(args))
-    if lora is not None and from_args(FieldFlags, args).serves_adapter:
+    updater, lora = transport.make(sync, side), LoraConfig.of(config.values)
+    if lora is not None and config[FieldFlags].serves_adapter:
         updater = with_adapter(updater, lora, sync, side, write_base)
-    quantizer = None if args.debug_train_only else find_quantizer(args.hf_checkpoint)
-    return updater if quantizer is None else _QuantizedUpdater(updater, quantizer, args.hf_checkpoint)
+    quantizer = None if config[ClusterArgs].debug_train_only else find_quantizer(config.args.hf_checkpoint)
+    return updater if quantizer is None else _QuantizedUpdater(updater, quantizer, config.args.hf_checkpoint)
 
 
 @dataclass(frozen=True)

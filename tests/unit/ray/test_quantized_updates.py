@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from slime.backends.protocols import EngineInfo
 from slime.backends.training.hf_files import TensorReader, write_hf_directory
+from slime.config.groups import RunConfig
 from slime.ray import weight_updater as wiring
 from slime.ray.weight_updater import weight_updater
 from slime.weight_sync import send_distributed
@@ -93,7 +94,7 @@ def test_over_the_network(checkpoint: str, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(send_distributed, "destroy_group", lambda group: None)
     monkeypatch.setattr(send_distributed.dist, "broadcast", lambda flat, **more: on_the_wire.append(flat) or Done([]))
     fleet = RecordingFleet([EngineInfo("http://a", 1)], weight_version="1")
-    weight_updater(_args(checkpoint, tmp_path), 0, 1).update(fleet, trainer, UPDATE)
+    weight_updater(RunConfig.of(_args(checkpoint, tmp_path)), 0, 1).update(fleet, trainer, UPDATE)
     (call,) = [kwargs for verb, kwargs in fleet.calls if verb == "update_weights_from_distributed"]
     (flat,) = on_the_wire
     begin = 0
@@ -116,7 +117,7 @@ def test_through_files(checkpoint: str, tmp_path: Path, monkeypatch: pytest.Monk
     local = tmp_path / "local" if mode == "delta" else None
     files = {"update_weight_transport": "disk", "update_weight_local_checkpoint_dir": local}
     args = _args(checkpoint, tmp_path, update_weight_mode=mode, **files)
-    updater, trainer = weight_updater(args, 0, 1), Trainer(checkpoint)
+    updater, trainer = weight_updater(RunConfig.of(args), 0, 1), Trainer(checkpoint)
     fleet = RecordingFleet([EngineInfo("http://a", 1)])
     updater.update(fleet, trainer, UPDATE)
     written = tmp_path / "shared" / "weight_v000001"
@@ -139,4 +140,4 @@ def test_through_files(checkpoint: str, tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_an_unquantised_checkpoint_gets_the_weights_as_they_are(checkpoint: str, tmp_path: Path) -> None:
     (Path(checkpoint) / "config.json").write_text("{}", encoding="utf-8")
-    assert type(weight_updater(_args(checkpoint, tmp_path), 0, 1)).__name__ == "WeightUpdater"
+    assert type(weight_updater(RunConfig.of(_args(checkpoint, tmp_path)), 0, 1)).__name__ == "WeightUpdater"

@@ -235,7 +235,7 @@ def test_an_update_is_made_as_the_flags_say(flags: str, expected: dict[str, Any]
 def test_tensors_that_have_not_changed_are_left_out_where_the_flag_asks_for_it(tmp_path: Path) -> None:
     command = make_command(tmp_path)
     changed_only = [
-        weight_updater(command.resolve(*flags), 0, 1)._sent_before is not None  # type: ignore[attr-defined]
+        weight_updater(RunConfig.of(command.resolve(*flags)), 0, 1)._sent_before is not None  # type: ignore[attr-defined]
         for flags in ((), ("--update-weight-changed-only",))
     ]
     assert changed_only == [False, True]
@@ -247,6 +247,6 @@ def test_the_users_function_is_called_with_the_files_of_a_version(tmp_path: Path
     flags = ["--update-weight-transport", "disk", "--update-weight-disk-dir", str(tmp_path / "weights")]
     flags += ["--custom-update-weight-post-write-path", f"{hook}:seen"]
     args = make_command(tmp_path).resolve(*flags)
-    updater = weight_updater(args, 0, 1)
+    updater = weight_updater(RunConfig.of(args, is_shared=True), 0, 1)
     updater._settings.post_write("version", SimpleNamespace(handles=("engine",)))  # type: ignore[attr-defined]
     assert args.seen == ("version", ["engine"])

@@ -11,6 +11,7 @@ import pytest
 
 from slime.backends.protocols import EngineFleet, WeightExporter
 from slime.config.arguments import SyncArgs
+from slime.config.groups import RunConfig
 from slime.config.parse import build_parser
 from slime.config.plan.build import build
 from slime.config.plan.render import render
@@ -58,7 +59,7 @@ def test_a_row_is_chosen_planned_and_checked(command: TinyCommand) -> None:
     args = command.resolve()
     args.update_weight_transport = "pigeons"
     args.rank = 0
-    updater = weight_updater(args, 1, 2)
+    updater = weight_updater(RunConfig.of(args), 1, 2)
     assert isinstance(updater, Pigeons)
     assert (updater.timeout_s, updater.ranks.rank, updater.ranks.size) == (args.weight_sync_timeout, 1, 2)
     stream = io.StringIO()
