@@ -173,7 +173,8 @@ class RolloutManager:
             return load_debug_rollout_data(dump, rollout_id=rollout_id, subsample_ratio=share), {}
         with collecting() as logged:
             output = self._call(self._rollout_function, rollout_id, evaluation=False)
-        self._data_buffer.settle(rollout_id, _numbers(output.samples), self._keeps_prompts)
+        numbers = {s.group_index: None for s in iter_samples(output.samples) if s.group_index is not None}
+        self._data_buffer.settle(rollout_id, list(numbers), self._keeps_prompts)
         return output.samples, logged | dict(output.metrics or {})
 
     def _call(self, function: Any, rollout_id: int, *, evaluation: bool) -> Any:
@@ -226,11 +227,6 @@ class RolloutManager:
         if self._http_workers is not None:
             self._http_workers.kill()
             self._http_workers = None
-
-
-def _numbers(groups: Any) -> list[int]:
-    """Numbers of the groups that a rollout returned."""
-    return list({sample.group_index: None for sample in iter_samples(groups) if sample.group_index is not None})
 
 
 def create_rollout_manager(config: RunConfig, slots: GpuSlots, data_buffer: DataBufferClient) -> Any:

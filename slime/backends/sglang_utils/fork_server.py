@@ -104,7 +104,7 @@ class ForkedServer:
     def exit_code(self) -> int | None:
         """None while the server's main process runs. -1 if it ended after the fork server, which knew its status."""
         with self._lock:
-            if self._exit_code is None and not _is_running(self.pid):
+            if self._exit_code is None and not is_running(self.pid):
                 self._exit_code = self._reported_status()
             return self._exit_code
 
@@ -136,7 +136,7 @@ class ForkedServer:
         self._connection.close()
 
 
-def _is_running(pid: int) -> bool:
+def is_running(pid: int) -> bool:
     try:
         # after the last ")": the name of a process may contain spaces and parentheses
         state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split()[0]

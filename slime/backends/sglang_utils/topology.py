@@ -341,11 +341,7 @@ def override_argv(overrides: Mapping[str, Any]) -> list[str]:
             case list() | tuple() if option.type != "json":  # several words, not one JSON list
                 texts = [str(item) for item in value]
             case _:
-                texts = [_text(value, option.type)]
+                texts = [json.dumps(value) if option.type == "json" or isinstance(value, dict) else str(value)]
         option.value_of(texts)  # raises ValueError, so a bad value fails before an engine starts
         words += [flag, *texts] if len(texts) != 1 or not texts[0].startswith("-") else [f"{flag}={texts[0]}"]
     return words
-
-
-def _text(value: Any, kind: str) -> str:
-    return json.dumps(value) if kind == "json" or isinstance(value, dict) else str(value)

@@ -28,14 +28,13 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 # Other modules of slime are imported later: the imports in the background must begin at once.
 from slime.backends.sglang_utils.fork_server import (
     ForkServer,
     become_server,
     forget_allocator_settings,
     fork_child,
+    is_running,
     listen,
     preload_sglang,
     redirect_output,
@@ -46,7 +45,7 @@ from slime.ray.run.worker_launcher import WORKER_FORKS, differing
 from slime.utils import accelerator
 from slime.utils.errors import EngineError
 from slime.utils.net import WEIGHT_INTERFACES, WEIGHT_LOOPBACK
-from slime.utils.process import GUARD_FD_VARIABLE, GuardedProcess, has_ended, log_tail, watch_owner
+from slime.utils.process import GUARD_FD_VARIABLE, GuardedProcess, log_tail, watch_owner
 from slime.utils.torchvision_cpu import install as allow_torchvision_on_cpu
 
 FORK_SERVER_LOG = "fork_server.log"
@@ -172,7 +171,7 @@ class ClusterForkServer:
         self._log_path = log_path
 
     def raise_if_dead(self) -> None:
-        if _is_gone(self._pid):
+        if not is_running(self._pid):
             raise EngineError(
                 f"the process that preloads SGLang (pid {self._pid}) has ended. Its last lines:\n"
                 + log_tail(self._log_path)
@@ -180,13 +179,6 @@ class ClusterForkServer:
 
     def stop(self) -> None:
         """Do nothing: it ends with the cluster."""
-
-
-def _is_gone(pid: int) -> bool:
-    try:
-        return has_ended(psutil.Process(pid))
-    except psutil.NoSuchProcess:
-        return True
 
 
 def fork_server_of(log: Path) -> ForkServer | ClusterForkServer:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import psutil
 import ray
-from ray._private import parameter, services
+from ray._private import parameter, services, utils
 
 from slime.config.plan.memory import LARGEST_ROUNDED
 from slime.observability.console import START
@@ -182,11 +182,12 @@ def _init_embedded(slots: int, directory: Path) -> None:
 def _lean_node() -> Iterator[None]:
     """Start Ray without its services that no run uses, inside the block. ``ray.init`` has no parameters for them.
 
-    The monitor of the autoscaler, the log monitor (``worker_logs`` reads the files) and the server of the dashboard
-    take four seconds of processor time. Ray asks without a pause whether the node has registered, and gives up after 30
+    The monitor of the autoscaler, the log monitor (``worker_logs`` reads the files), the dashboard and its agent take
+    over five seconds of processor time. Ray asks without a pause whether the node has registered, and gives up after 30
     seconds: here it waits for longer, with pauses, but not for a node that has ended.
     """
-    replaced = parameter.RayParams, services.start_api_server, services.get_node
+    replaced = parameter.RayParams, services.start_api_server, services.get_node, services.start_ray_process
+    dependency_error = utils.get_dashboard_dependency_error
 
     def registered_node(*words: Any) -> Any:
         deadline = Deadline(_NODE_TIMEOUT_S, "Ray's node to register")
@@ -199,14 +200,20 @@ def _lean_node() -> Iterator[None]:
                     raise
                 time.sleep(_LOOK_EVERY_S)
 
+    def with_idle_agent(words: list[str], *more: Any, **options: Any) -> Any:
+        words = [word.replace(f"{services.RAY_PATH}/dashboard/agent.py", worker_launcher.__file__) for word in words]
+        return replaced[3](words, *more, **options)
+
     is_forked = {"setup_worker_path": worker_launcher.__file__} if worker_launcher.WORKER_FORKS in os.environ else {}
     parameter.RayParams = partial(replaced[0], no_monitor=True, include_log_monitor=False, **is_forked)
     services.start_api_server = lambda *_, **__: ("", None)
-    services.get_node = registered_node
+    services.get_node, services.start_ray_process = registered_node, with_idle_agent
+    utils.get_dashboard_dependency_error = lambda: None  # it imports them
     try:
         yield
     finally:
-        parameter.RayParams, services.start_api_server, services.get_node = replaced
+        parameter.RayParams, services.start_api_server, services.get_node, services.start_ray_process = replaced
+        utils.get_dashboard_dependency_error = dependency_error
 
 
 @contextmanager

@@ -92,11 +92,8 @@ def stack_of(process: ProcessInfo) -> str | None:
         return None
     threads = [part for part in re.split(r"\n\n+", text.strip()) if part]
     ours = [thread for thread in threads if "/slime/" in thread] or threads[-1:]
-    return "\n".join(frame for thread in ours for frame in _told(thread.splitlines()[1:])) or None
-
-
-def _told(frames: Sequence[str]) -> list[str]:
-    return [frame.strip() for number, frame in enumerate(frames) if number < _STACK_FRAMES or "/slime/" in frame]
+    frames = [numbered for thread in ours for numbered in enumerate(thread.splitlines()[1:])]
+    return "\n".join(frame.strip() for number, frame in frames if number < _STACK_FRAMES or "/slime/" in frame) or None
 
 
 def _settled(path: Path) -> str:

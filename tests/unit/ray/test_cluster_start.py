@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ray._private import parameter, services
+from ray._private import parameter, services, utils
 
 from slime.ray.run import cluster
 from slime.utils.errors import StartFailed
@@ -83,12 +83,17 @@ def test_ray_keeps_no_record_of_calls_and_has_room_for_engines_that_join(
 
 
 def test_a_node_of_a_cpu_starts_without_the_services_that_no_run_uses() -> None:
-    before = parameter.RayParams, services.start_api_server, services.get_node
+    def replaced() -> list[Any]:
+        of_services = (services.start_api_server, services.get_node, services.start_ray_process)
+        return [parameter.RayParams, utils.get_dashboard_dependency_error, *of_services]
+
+    before = replaced()
     with cluster._lean_node():
         settings = parameter.RayParams(num_cpus=3)
         assert (settings.num_cpus, settings.no_monitor, settings.include_log_monitor) == (3, True, False)
         assert services.start_api_server(False, host="127.0.0.1") == ("", None), "an address and a process"
-    assert (parameter.RayParams, services.start_api_server, services.get_node) == before
+        assert not set(replaced()) & set(before)
+    assert replaced() == before
 
 
 def test_a_node_that_has_ended_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

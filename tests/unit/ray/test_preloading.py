@@ -86,8 +86,8 @@ def test_a_run_uses_the_imports_that_began_before_its_flags_were_read(
             used = int(os.environ[WORKER_FORKS].split()[0])
             assert (used == process.pid) is not is_changed
             assert FORK_SERVER not in os.environ
-        assert preloading._is_gone(used)
-    assert preloading._is_gone(process.pid)
+        assert not preloading.is_running(used)
+    assert not preloading.is_running(process.pid)
 
 
 def test_imports_of_a_command_line_that_starts_no_run_end(args: Namespace) -> None:

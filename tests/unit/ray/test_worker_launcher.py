@@ -118,6 +118,19 @@ def test_a_variable_that_is_absent_on_one_side_differs() -> None:
     assert differing({"A": "1", "B": "1", "RAY_X": "1"}, {"A": "1", "C": "1", "RAY_X": "2"}) == {"B", "C"}
 
 
+def test_in_place_of_the_agent_of_the_dashboard_a_process_reports_no_service_and_ends_with_the_node(
+    tmp_path: Path,
+) -> None:
+    agent = f"{sys.executable} {worker_launcher.__file__} --node-id=abc --session-dir={tmp_path} --head"
+    node = ["sh", "-c", f"RAY_RAYLET_PID=$$ {agent} & read line"]
+    with subprocess.Popen(node, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        wait_until(lambda: len([*tmp_path.glob("*_port_abc")]) == 3, Deadline(60, "the ports"))
+        process.communicate()  # until also the agent has closed its output
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == dict.fromkeys(
+        ("dashboard_agent_listen_port_abc", "metrics_agent_port_abc", "metrics_export_port_abc"), "-1"
+    )
+
+
 class _Actor:
     def process(self) -> tuple[int, int, str | None]:
         return os.getpid(), os.getppid(), os.environ.get("RAY_TEST")
