@@ -8,6 +8,15 @@ import pytest
 
 from slime.backends.sglang_utils.fork_server import ForkServer
 from slime.backends.sglang_utils.server_args import server_env
+from tests.e2e import running
+from tests.e2e.warm import Warm
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _imports_are_done_once() -> Iterator[None]:
+    running.warm.append(Warm())
+    yield
+    running.warm.pop().stop()
 
 
 @pytest.fixture(scope="session")

@@ -21,6 +21,7 @@ from typing import Any
 
 from slime.data.ledger import Entry, read_ledger
 from tests.e2e.running import everything, marked, start_train
+from tests.e2e.warm import COLD
 from tests.limits import Limit
 
 PROCESSES = {
@@ -125,7 +126,7 @@ class Broken:
 def broken(flags: list[Any], output: Path, script: str = "train.py") -> Iterator[Broken]:
     """Start a run. Its remaining processes are killed at the end."""
     log = output / f"log-{time.time():.0f}"
-    process, mark = start_train(flags, output, log, script)
+    process, mark = start_train(flags, output, log, script, **COLD)
     try:
         yield Broken(process, mark, output, log)
     finally:

@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.e2e.warm import MARK, Warm
 from tests.limits import Limit, wait_for_exit
 
 ROOT = Path(__file__).resolve().parents[2]
-MARK = "SLIME_TEST_RUN"
 PLUGINS = str(Path(__file__).with_name("plugin_functions.py"))
+warm: list[Warm] = []  # in the tests
 
 
 @dataclass
@@ -45,14 +46,21 @@ class Finished:
         return left
 
 
+def environment(mark: str = "0" * 32, **variables: str) -> dict[str, str]:
+    """Of a run that starts quickly, if this process has warm processes."""
+    own = {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"} | (warm[0].variables if warm else {})
+    return os.environ | own | {MARK: mark} | variables
+
+
 def start_train(
     flags: list[Any], cwd: Path, log: Path, script: str = "train.py", **variables: str
 ) -> tuple[subprocess.Popen, str]:
     mark = uuid.uuid4().hex
-    env = os.environ | {MARK: mark, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"} | variables
     command = [sys.executable, str(ROOT / script), *map(str, flags)]
     with log.open("w") as sink:
-        process = subprocess.Popen(command, cwd=cwd, env=env, stdout=sink, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            command, cwd=cwd, env=environment(mark, **variables), stdout=sink, stderr=subprocess.STDOUT
+        )
     return process, mark
 
 
@@ -68,10 +76,9 @@ def run_train(flags: list[Any], cwd: Path, timeout_s: float = 240.0, script: str
 
 def slime(*words: Any) -> tuple[int, str]:
     """Status and output of the command ``slime``, which ends with the folders of its run."""
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
     with tempfile.TemporaryDirectory(dir="/tmp") as temporary:
         command = [sys.executable, "-m", "slime", *map(str, words)]
-        done = subprocess.run(command, env=env | {"TMPDIR": temporary}, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, env=environment(TMPDIR=temporary), capture_output=True, text=True, check=False)
     return done.returncode, done.stdout + done.stderr
 
 

@@ -14,6 +14,7 @@ import httpx
 
 from slime.doctor.ledger import examine_ledger
 from tests.e2e.running import PLUGINS, Finished, metrics, values
+from tests.e2e.warm import COLD
 from tests.e2e.watching import (
     Running,
     freeze,
@@ -112,13 +113,15 @@ def test_engines_that_die_during_rollouts_serve_again_and_nothing_is_lost(tiny_t
     flags = flags_for(tiny_task, tmp_path, "--rollout-num-gpus", 2)
     hold = tmp_path / "hold"
     hold.touch()  # the first rollout goes on until the engine is back: after a step it would wait for the next sync
-    with running(flags, tmp_path, "train_async.py") as run:
+    with running(flags, tmp_path, "train_async.py", **COLD) as run:
         router, first, second = run.urls()
         fork_server = server_of(first).parent()
         assert fork_server.ppid() == run.process.pid, "SGLang is imported while Ray starts"
         words = [word for child in fork_server.parent().children(recursive=True) for word in child.cmdline()]
         assert any(word.endswith("raylet") for word in words)
-        assert not [word for word in words if word.endswith(("monitor.py", "dashboard.py"))], "no run uses them"
+        assert not [word for word in words if word.endswith(("monitor.py", "dashboard.py", "DashboardAgent"))], (
+            "no run uses them"
+        )
         run.wait(lambda: is_generating(first) and is_generating(second))
         server_of(second).kill()  # one of two: the rollout ends on the other one
         run.wait(lambda: "engine 1 serves again" in run.text())

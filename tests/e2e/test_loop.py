@@ -7,10 +7,21 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.doc_commands import shown_flags
-from tests.e2e.running import PLUGINS, Finished, exit_status, kill_marked, metrics, run_train, start_train, values
+from tests.e2e.running import (
+    PLUGINS,
+    Finished,
+    exit_status,
+    kill_marked,
+    marked,
+    metrics,
+    run_train,
+    start_train,
+    values,
+)
 from tests.limits import Limit
 
 
@@ -195,6 +206,8 @@ def test_an_engine_that_dies_during_a_run_ends_it_with_the_cause(tiny_task, tmp_
     process, mark = start_train(grpo_flags(tiny_task, tmp_path, "--num-rollout", 500), tmp_path, log)
     try:
         wait_for_training(process, tmp_path / "run", log)
+        engine = next(pid for pid, command in marked(mark) if "sglang::schedul" in command)
+        assert process.pid not in {one.pid for one in psutil.Process(engine).parents()}, "the imports are shared (warm)"
         assert kill_marked(mark, "sglang::schedul") == 1
         assert exit_status(process, log) == 1, log.read_text()[-4000:]
         assert "error: engine 0" in log.read_text().strip()

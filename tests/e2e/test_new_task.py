@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 
 import slime
 from slime.cli import main
-from tests.e2e.running import ROOT
+from tests.e2e.running import environment
 
 
 @pytest.mark.slow
@@ -19,7 +18,7 @@ from tests.e2e.running import ROOT
 def test_the_folder_of_a_new_task_learns(tmp_path: Path) -> None:
     folder = tmp_path / "my_task"
     assert main(["new", str(folder)]) == 0
-    env = os.environ | {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "ROLLOUTS": "10"}
+    env = environment(PYTHON=sys.executable, ROLLOUTS="10")
     command = ["bash", "my_task/run.sh"]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.doc_commands import blocks
-from tests.e2e.running import ROOT
+from tests.e2e.running import ROOT, environment
 
 PAGE = ROOT / "docs/en/get_started/usage.md"
 SMALL = {"sglang_context_length": 128, "sglang_max_total_tokens": 8192, "rollout_batch_size": 4, "fp32": True}
@@ -29,10 +28,9 @@ def test_the_code_of_the_page_trains(tiny_task, tmp_path: Path) -> None:
     loop = loop.replace("MODEL", str(tiny_task.model)).replace("prompts.jsonl", str(tiny_task.train))
     code = f"import slime.api\nSMALL = {SMALL!r}\n{train}\nprint(run.path)\nassert run.metric_rows()\n{loop}"
     code = code.replace('"MODEL"', repr(tiny_task.model)).replace('"prompts.jsonl"', repr(tiny_task.train))
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
     program = ["-c", code + "\nimport ray\nassert not ray.is_initialized()\n"]
     done = subprocess.run(
-        [sys.executable, *program], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
+        [sys.executable, *program], cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     for name in ("sums", "loop"):

@@ -62,9 +62,9 @@ class Running:
 
 
 @contextmanager
-def running(flags: list[Any], output: Path, script: str = "train.py") -> Iterator[Running]:
+def running(flags: list[Any], output: Path, script: str = "train.py", **variables: str) -> Iterator[Running]:
     log = output / "log"
-    process, mark = start_train(flags, output, log, script)
+    process, mark = start_train(flags, output, log, script, **variables)
     try:
         yield Running(process, mark, output, log)
     finally:
