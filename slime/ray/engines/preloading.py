@@ -67,7 +67,8 @@ _WORKER: tuple[str, ...] = (
     "slime.rollout.sglang_rollout",
     "slime.rollout.data_source",
 )
-_WORKER += ("slime.batch.compile", "slime.backends.sglang_utils.engine", "slime.backends.sglang_utils.router")
+_WORKER += ("slime.batch.ship", "slime.backends.sglang_utils.engine", "slime.backends.sglang_utils.router")
+_WORKER += ("slime.backends.training.rules", "slime.config.plan.engine", "slime.observability.console")
 # Of mallopt() in glibc's malloc.h, and the variables that set them at the start of a process.
 _MALLOC = {-1: "MALLOC_TRIM_THRESHOLD_", -3: "MALLOC_MMAP_THRESHOLD_"}
 
