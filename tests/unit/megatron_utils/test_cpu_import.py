@@ -100,3 +100,15 @@ def test_the_cache_is_not_used_when_others_can_write_it(tmp_path: Path, monkeypa
     assert fallback.is_relative_to(tmp_path / "temporary")
     fallback.parent.chmod(0o777)  # others could put a directory of theirs in its place
     assert cpu_import._cache_directory() is None
+
+
+def test_linked_environments_share_their_code_objects(tmp_path: Path) -> None:
+    name, source, link = "megatron.core.module", tmp_path.resolve() / "module.py", tmp_path / "link.py"
+    source.write_text("value = 1\n")
+    link.symlink_to(source)
+    written = []
+    for path in (source, link):
+        assert cpu_import._Loader(name, str(path), tmp_path).get_code(name).co_filename == str(source)
+        written += [file.stat().st_ino for file in tmp_path.glob("*.bin")]
+    assert len(written) == 2
+    assert len({*written}) == 1, "the second one reads what the first one has compiled"

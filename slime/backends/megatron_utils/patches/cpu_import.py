@@ -219,7 +219,7 @@ class _Loader(importlib.machinery.SourceFileLoader):
         self._cache = cache
 
     def get_code(self, fullname: str) -> types.CodeType:
-        path = self.get_filename(fullname)
+        path = os.path.realpath(self.get_filename(fullname))  # linked environments share the code objects
         stats = self.path_stats(path)
         stamp = int(stats["mtime"]).to_bytes(8, "little") + int(stats["size"]).to_bytes(8, "little")
         # A code object is valid for one version of Python, of the source file and of the rewriting.
