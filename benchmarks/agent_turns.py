@@ -30,7 +30,7 @@ from benchmarks.one_engine import one_engine
 from slime.agent.adapters import OpenAIAdapter, common
 from slime.agent.aiohttp_threaded import run_app_in_thread
 from slime.agent.rendering import TurnRenderer
-from slime.data.chat import load_tokenizer
+from slime.data.processing import load_tokenizer
 from slime.data.sample import Sample
 from slime.new.tiny_model import ModelShape, make_tiny_model
 

@@ -33,7 +33,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.marked_part import with_part
-from slime.doctor.ledger import examine_ledger
+from slime.data.ledger import examine_ledger
 from tests.e2e.faults import PHASES, PROCESSES, broken
 from tests.e2e.running import Finished
 from tests.e2e.test_loop import grpo_flags

@@ -29,7 +29,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.marked_part import with_part
-from slime.doctor.ledger import examine_ledger
+from slime.data.ledger import examine_ledger
 from tests.e2e.running import marked
 from tests.e2e.test_fault_tolerance import flags_for, versions_of
 from tests.e2e.watching import Running, is_generating, read_engines_url, running, server_of, serving

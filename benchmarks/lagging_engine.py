@@ -7,7 +7,7 @@ once, holds further ones in its queue, and sleeps for the time of a response. 32
 150 tokens. Prints which engine finished the requests, how many groups were on both engines, and the time of the rollout
 ÷ the ideal time, in which both engines are full to the end. ``in flight`` is the limit of
 ``--sglang-server-concurrency`` times engines. ``moves``: whether requests leave the queue of the slower engine
-(``slime/rollout/balance.py``).
+(``slime/rollout/direct_engines.py``).
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from slime.backends.sglang_utils.router import RouterProcess, registered_workers
 from slime.ray.arguments import parse_args
-from slime.rollout import balance
+from slime.rollout import direct_engines
 from slime.rollout.data_source import RolloutDataSource
 from slime.rollout.sglang_rollout import GenerateState, generate_rollout
-from slime.utils.deadline import Deadline, wait_until
+from slime.utils.async_utils import Deadline, wait_until
 from slime.utils.net import free_port
 from tools.make_tiny_task import TinyTask, make_tiny_task
 
 _PROMPTS, _GROUP, _LAG = 32, 8, 3
 _LENGTHS = (50, 150)
-_EVERY_S = balance._EVERY_S
+_EVERY_S = direct_engines._EVERY_S
 _CASES = (("cache_aware", False), ("cache_aware", True), ("round_robin", False))
 
 
@@ -126,7 +126,7 @@ def measure(task: TinyTask, policy: str, moves: bool, in_flight: int, slots: int
         return asyncio.run_coroutine_threadsafe(work, loop).result()
 
     urls = [call(engine.start()) for engine in engines]
-    balance._EVERY_S = _EVERY_S if moves else 1e9
+    direct_engines._EVERY_S = _EVERY_S if moves else 1e9
     GenerateState.clear_instances()
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "router.log"

@@ -91,7 +91,7 @@ def send_load(job: dict[str, Any]) -> float:
     # Notes start and end of every request, so that the result excludes the generator's setup.
     serving.ASYNC_REQUEST_FUNCS["sglang"] = timed
     rows = [serving.DatasetRow(ids, len(ids), job["new_tokens"]) for ids in job["ids"] for _ in range(job["n"])]
-    from slime.data.chat import load_tokenizer
+    from slime.data.processing import load_tokenizer
 
     asyncio.run(
         serving.benchmark(
@@ -126,7 +126,7 @@ def main() -> None:
         print((make_batch if options.job == "rollout" else send_load)(json.load(sys.stdin)))
         return
     from benchmarks.one_engine import one_engine
-    from slime.data.chat import load_tokenizer
+    from slime.data.processing import load_tokenizer
     from tools.make_tiny_task import make_tiny_task
 
     with tempfile.TemporaryDirectory() as folder:

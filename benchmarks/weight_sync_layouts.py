@@ -40,7 +40,7 @@ from slime.backends.megatron_utils.checkpoint.tensors import (
     to_megatron,
 )
 from slime.backends.protocols import EVERY_RANK, SOURCE, EngineInfo, NamedTensor, Recipients
-from slime.config.plan.layout import Layout, stage_layers
+from slime.config.plan.placement import Layout, stage_layers
 from slime.models.family import Rule, families
 from slime.weight_sync.chunks import LEAST_BUCKET, WeightChunk, bucket_bytes, into_chunks
 from slime.weight_sync.send_tensor import Opening, payloads

@@ -22,8 +22,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from slime.config.groups import flag_of
-from slime.config.help_text import HINT
-from slime.config.parse import build_parser
+from slime.config.parse import HINT, build_parser
 from slime.observability.run_info import RunInfo, read_run_info
 from slime.ray import arguments
 from slime.utils.errors import ConfigError
@@ -146,7 +145,7 @@ def _run(loop: Callable[[Namespace], None], flags: Mapping[str, Any], *, is_asyn
     from slime.observability.run_log import driver_logs
     from slime.observability.tracking import run_directory
     from slime.ray.run.main import run_arguments
-    from slime.utils.deadline import interruptible
+    from slime.utils.async_utils import interruptible
 
     is_main = threading.current_thread() is threading.main_thread()  # others cannot handle signals
     with driver_logs():

@@ -23,7 +23,7 @@ from pathlib import Path, PurePath
 from pkgutil import resolve_name
 from typing import Any
 
-from slime.config.help_text import HINT, HelpFormatter, terminal_width
+from slime.config.parse import HINT, HelpFormatter, terminal_width
 from slime.utils.errors import SlimeError
 from slime.utils.misc import as_float
 
@@ -96,7 +96,7 @@ COMMANDS = (
         f"{_HERE}:_doctor_ledger",
         "find prompts that were lost or trained on twice",
     ),
-    Command("During and after a run", "clean", "slime.utils.scratch:clean", "delete temporary folders of ended runs"),
+    Command("During and after a run", "clean", "slime.utils.files:clean", "delete temporary folders of ended runs"),
 )
 
 
@@ -300,7 +300,8 @@ def _judged_for(device_gib: float | None, host_gib: float | None, *, is_about_ot
 def _doctor(words: Sequence[str]) -> int:
     """``slime doctor``. Returns 1 if a check fails."""
     from slime.doctor import Situation
-    from slime.doctor.run import CHECKS, examine, exit_status, render, render_json
+    from slime.doctor.command_checks import CHECKS
+    from slime.doctor.run import examine, exit_status, render, render_json
 
     parser = _parser("doctor", "[option ...] [<train command>]")
     parser.add_argument("--deep", action="store_true", help="also import the engines and compute on the device")
@@ -314,7 +315,7 @@ def _doctor(words: Sequence[str]) -> int:
 
 def _doctor_ledger(words: Sequence[str]) -> int:
     """``slime doctor ledger``."""
-    from slime.doctor.ledger import examine_ledger
+    from slime.data.ledger import examine_ledger
 
     parser = _parser("doctor ledger", "PATH")
     parser.add_argument("path", type=Path, help="folder of a run or of its checkpoints, or the ledger")

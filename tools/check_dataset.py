@@ -63,7 +63,7 @@ def check(options: argparse.Namespace) -> Report:
 
     tokenizer = None
     if options.hf_checkpoint is not None:
-        from slime.data.chat import load_tokenizer
+        from slime.data.processing import load_tokenizer
 
         tokenizer = load_tokenizer(options.hf_checkpoint, trust_remote_code=False)
     elif options.apply_chat_template:

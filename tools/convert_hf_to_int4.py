@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from convert_hf_to_int4_direct import quantization_config
 
-from slime.backends.megatron_utils.offline import run_tool
+from slime.backends.megatron_utils.conversion import run_tool
 from slime.models.config_json import read_model_config
 from slime.utils.errors import ConfigError, DataError
 
@@ -80,7 +80,7 @@ def convert(options: argparse.Namespace) -> None:
     from transformers import AutoModelForCausalLM
 
     from slime.backends.training.hf_files import TensorReader, write_hf_directory
-    from slime.data.chat import load_tokenizer
+    from slime.data.processing import load_tokenizer
 
     reader = TensorReader(options.input_dir, "--input-dir")
     if read_model_config(options.input_dir).get("quantization_config"):
@@ -108,7 +108,7 @@ def convert(options: argparse.Namespace) -> None:
 
 
 def _token_ids(options: argparse.Namespace, tokenizer: Any) -> Iterator[list[int]]:
-    from slime.data.chat import tokenize_chat
+    from slime.data.processing import tokenize_chat
     from slime.data.rows import numbered_rows
 
     source = Path(options.data_dir)

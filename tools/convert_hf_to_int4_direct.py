@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from slime.backends.megatron_utils.offline import run_tool
+from slime.backends.megatron_utils.conversion import run_tool
 from slime.utils.errors import ConfigError
 
 if TYPE_CHECKING:

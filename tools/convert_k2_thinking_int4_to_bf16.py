@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from slime.backends.megatron_utils.offline import run_tool
+from slime.backends.megatron_utils.conversion import run_tool
 from slime.utils.errors import ConfigError
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from slime.backends.megatron_utils.offline import OfflineModel, read_options, run_tool
+from slime.backends.megatron_utils.conversion import OfflineModel, read_options, run_tool
 from slime.config.groups import RunConfig
 from slime.utils.errors import ConfigError
 

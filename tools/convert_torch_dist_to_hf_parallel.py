@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from convert_torch_dist_to_hf import add_options, convert
 
-from slime.backends.megatron_utils.offline import read_options, run_tool
+from slime.backends.megatron_utils.conversion import read_options, run_tool
 from slime.backends.training.checkpoint_source import inspect_checkpoint
 from slime.utils.errors import ConfigError
 

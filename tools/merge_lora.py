@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from slime.backends.megatron_utils.offline import run_tool
+from slime.backends.megatron_utils.conversion import run_tool
 from slime.backends.training.adapter_files import base_problems, read_adapter, settings_problems
 from slime.models.lora import FILE_PREFIX, tensor_name
 from slime.utils.errors import ConfigError

@@ -35,7 +35,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from slime.backends.megatron_utils.offline import run_tool
+from slime.backends.megatron_utils.conversion import run_tool
 from slime.backends.protocols import NamedTensor
 from slime.utils.errors import ConfigError
 

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from examples.tiny.recipe import ROWS_PER_ROLLOUT, learn, options, print_first_and_last, warm_start, write_rows
 from examples.tiny.tools import NAMES, call, conversation, make_tool_model
 from slime.environments.rollout import rows
-from slime.utils.deadline import Deadline, wait_until
+from slime.utils.async_utils import Deadline, wait_until
 from slime.utils.net import free_port
 
 SHARE_OF_RIGHT_ANSWERS = 0.4

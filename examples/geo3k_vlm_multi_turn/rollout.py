@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 
-from slime.data.chat import render_continuation
-from slime.data.media import process_vision_info, run_processor
+from slime.data.processing import process_vision_info, render_continuation, run_processor
 from slime.data.sample import Sample
 from slime.rollout.sglang_rollout import GenerateState
 from slime.rollout.sglang_rollout import generate as generate_turn

@@ -21,7 +21,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
-from slime.data.chat import render_chat
+from slime.data.processing import render_chat
 from slime.data.sample import Sample
 from slime.rollout.rm_hub import async_rm
 from slime.rollout.sglang_rollout import GenerateState, generate

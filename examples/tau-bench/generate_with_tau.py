@@ -21,7 +21,7 @@ from argparse import Namespace
 from typing import Any
 
 from slime.agent.parsing import ParsedModelOutput, parse_model_output
-from slime.data.chat import render_chat, render_continuation
+from slime.data.processing import render_chat, render_continuation
 from slime.data.sample import Sample
 from slime.rollout.sglang_rollout import GenerateState
 from slime.rollout.sglang_rollout import generate as generate_turn

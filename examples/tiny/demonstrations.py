@@ -11,8 +11,7 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
-from slime.data.chat import load_tokenizer
-from slime.data.media import load_processor
+from slime.data.processing import load_processor, load_tokenizer
 from slime.data.sample import Sample
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.engine_request import prepare_prompt_ids

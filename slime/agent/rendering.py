@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from slime.agent.trajectory import Message, MessageNode, TurnRecord
-from slime.data.chat import render_chat
+from slime.data.processing import render_chat
 from slime.utils.errors import DataError
 
 __all__ = ["History", "TurnRenderer", "history"]

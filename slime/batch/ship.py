@@ -18,7 +18,7 @@ from slime.batch.prefixes import PrefixTree, prefix_tree
 from slime.batch.rewards import RewardArgs, SignalWatch
 from slime.batch.schedule import MicroBatchArgs, ParallelLayout, StepPlan, plan_steps
 from slime.config.groups import RunConfig
-from slime.config.resolve.batches import is_group_relative
+from slime.config.resolve.cluster import is_group_relative
 from slime.data.columns import RankBatch, TrainData, column
 from slime.models.cost import ModelDims, forward_flops
 from slime.models.hf_shape import read_shape

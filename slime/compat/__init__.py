@@ -57,9 +57,9 @@ slime.utils.ppo_utils
     slime.algorithms.ppo: chunked_discounted_returns chunked_gae vanilla_gae
     slime.algorithms.policy_loss: compute_approx_kl=approx_kl
 slime.utils.processing_utils
-    slime.data.chat: load_tokenizer
-    slime.data.media: DEFAULT_PATCH_SIZE build_processor_kwargs encode_image_for_rollout_engine load_processor
-    slime.data.media: process_vision_info
+    slime.data.processing: load_tokenizer
+    slime.data.processing: DEFAULT_PATCH_SIZE build_processor_kwargs encode_image_for_rollout_engine load_processor
+    slime.data.processing: process_vision_info
 slime.utils.profile_utils
     slime.observability.profile_utils: TrainProfiler
 slime.utils.ray_utils
@@ -84,7 +84,7 @@ slime.utils.train_metric_utils
     slime.observability.train_metric_utils: rollout_log_metric_contribution
 slime.utils.types
     slime.data.columns: RolloutBatch=TrainData
-    slime.data.media: MultimodalType MultimodalTypes
+    slime.data.processing: MultimodalType MultimodalTypes
     slime.data.sample: Sample SampleGroup SampleStatus iter_samples
     slime.rollout.sglang_rollout: GenerateState
 slime.ray.buffer
@@ -140,7 +140,9 @@ slime.rollout.sleep_rollout = slime.rollout.forge_load
 slime.rollout.rm_hub.deepscaler = slime.rollout.rm_hub.rules
 slime.rollout.rm_hub.f1 = slime.rollout.rm_hub.rules
 slime.rollout.rm_hub.gpqa = slime.rollout.rm_hub.rules
-slime.rollout._fanout_test_helpers = slime.compat.fanout_test_helpers
+slime.rollout.sample_hooks = slime.rollout.custom_generate
+slime.rollout.rm_hub.math_dapo_utils = slime.rollout.rm_hub.rules
+slime.rollout._fanout_test_helpers = slime.testing.fakes
 slime.utils.external_utils
 slime.utils.external_utils.command_utils = slime.compat.command_utils
 slime.observability.train_metric_utils = slime.compat.measures

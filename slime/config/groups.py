@@ -21,6 +21,9 @@ become one text), ``required``, ``derived`` (no flag: resolved from others), and
 
     later      the missing feature: the flag parses, but a value other than the default is an error
     no_effect  the reason: accepted for the launch scripts that pass it. The plan lists it as ignored
+
+A :class:`Notice` is a decision about a value that the command line leaves open. The resolution collects notices,
+``parse_args`` logs them once (or refuses them, ``--strict-args``), and ``slime plan`` shows them.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ import types
 import typing
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, TypeVar, cast
 
@@ -300,3 +304,25 @@ class RunConfig:
     def __getstate__(self) -> dict[str, Any]:
         # Only the fields travel: a hook may have put something into args that cannot be pickled.
         return {"values": self.values, "facts": self.facts}
+
+
+@dataclass(frozen=True)
+class Notice:
+    """One decision. ``warning``: probably unintended, an error under ``--strict-args``. ``info``: a default."""
+
+    level: Literal["info", "warning"]
+    flag: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.flag}: {self.text}"
+
+
+def warn(args: Namespace, flag: str, text: str) -> None:
+    """Record that ``flag`` (with dashes) was dropped, replaced or guessed, and why."""
+    args.notices.append(Notice("warning", flag, text))
+
+
+def info(args: Namespace, flag: str, text: str) -> None:
+    """Record how the value of ``flag`` was derived."""
+    args.notices.append(Notice("info", flag, text))

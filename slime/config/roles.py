@@ -20,7 +20,7 @@ from typing import Any, Literal, get_args
 
 import yaml
 
-from slime.config import notices
+from slime.config import groups
 from slime.config.groups import flag_of
 from slime.config.resolve.paths import PATH_FLAGS, absolute, absolute_hook
 from slime.config.yaml_file import read_mapping
@@ -143,7 +143,7 @@ def check_roles(args: Namespace) -> Iterator[str]:
     for role, config in read_roles(args.megatron_config_path).items():
         for name, value in config.overrides.items():
             if name in _PLACEMENT:
-                notices.info(args, _FLAG, f"{role}: {name} has no effect, all roles are placed like the actor")
+                groups.info(args, _FLAG, f"{role}: {name} has no effect, all roles are placed like the actor")
             elif wrong := _type_problem(value, vars(args).get(name)):
                 yield f"{where}: {role}: {name}: {value!r} {wrong}."
             elif name in _OF_ALL_ROLES and _coerce(value, vars(args)[name]) != vars(args)[name]:
@@ -154,9 +154,9 @@ def check_roles(args: Namespace) -> Iterator[str]:
                     f"share one layout. Set the flag instead."
                 )
             elif name not in vars(args):
-                notices.warn(args, _FLAG, f"{role}: nothing that slime knows reads {name}")
+                groups.warn(args, _FLAG, f"{role}: nothing that slime knows reads {name}")
         if role == "critic" and not args.use_critic:
-            notices.warn(args, _FLAG, f"the critic's entry has no effect: {args.advantage_estimator} has no critic")
+            groups.warn(args, _FLAG, f"the critic's entry has no effect: {args.advantage_estimator} has no critic")
         if role == "critic" and args.save is not None and _absolute(config.overrides.get("save"), "save") == args.save:
             yield f"{where}: critic: save {args.save} is the actor's --save, and one would overwrite the other."
 

@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from slime.config.groups import flag_of, json_object
-from slime.config.notices import Notice
+from slime.config.groups import Notice, flag_of, json_object
 from slime.utils.errors import ConfigError
 
 

@@ -13,8 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from slime.data.chat import load_tokenizer
-from slime.data.media import load_processor
+from slime.data.processing import load_processor, load_tokenizer
 from slime.data.sample import Sample, iter_samples
 from slime.utils.errors import ConfigError, DataError
 from slime.utils.files import replacing

@@ -23,7 +23,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from slime.data.chat import render_chat, tokenize_chat
+from slime.data.processing import render_chat, tokenize_chat
 from slime.utils.errors import DataError
 
 Message = Mapping[str, Any]

@@ -23,8 +23,14 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from slime.data.chat import SpecialTokens, render_chat
-from slime.data.media import expand_media, has_media, process_vision_info, run_processor
+from slime.data.processing import (
+    SpecialTokens,
+    expand_media,
+    has_media,
+    process_vision_info,
+    render_chat,
+    run_processor,
+)
 from slime.data.sample import Sample
 from slime.data.values import Array, check_label, parse_json
 from slime.utils.errors import DataError

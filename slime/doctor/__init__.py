@@ -1,7 +1,7 @@
 """``slime doctor``: can this machine run that train command? One line per check, with a fix for each failure.
 
 ``machine_checks`` and ``command_checks`` hold one small function per check. ``run`` calls them and prints the findings.
-To add a check, write its function, its row in ``run.CHECKS``, and a test that makes it fail.
+To add a check, write its function, its row in ``command_checks.CHECKS``, and a test that makes it fail.
 """
 
 from __future__ import annotations

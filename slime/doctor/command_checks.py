@@ -12,14 +12,14 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from slime.config.plan.files import Output, plan_files
-from slime.config.plan.layout import PlanError
+from slime.config.plan.build import Output, plan_files
+from slime.config.plan.placement import PlanError
 from slime.config.plan.render import size
 from slime.config.plan.shape import read_shape
-from slime.data.chat import load_tokenizer, render_chat
+from slime.data.processing import load_tokenizer, render_chat
 from slime.data.prompts import prompt_key_of
 from slime.data.rows import read_file
-from slime.doctor import Finding, Situation, fail, ok, warn
+from slime.doctor import Check, Finding, Situation, fail, machine_checks, ok, warn
 from slime.hooks.load import check_hooks
 from slime.hooks.protocols import HOOKS
 from slime.models.shape import ModelShape
@@ -250,3 +250,31 @@ def _by_place(outputs: list[Output]) -> dict[Path, list[Output]]:
             place = place.parent
         places.setdefault(place, []).append(output)
     return places
+
+
+# In the order of the output.
+CHECKS: tuple[Check, ...] = (
+    machine_checks.python_version,
+    machine_checks.packages,
+    machine_checks.device,
+    machine_checks.driver,
+    machine_checks.kernels,
+    machine_checks.memory,
+    machine_checks.processors,
+    machine_checks.infiniband,
+    machine_checks.host_name,
+    machine_checks.open_files,
+    machine_checks.shared_memory,
+    machine_checks.ports,
+    arguments,
+    notices,
+    hooks,
+    weights,
+    resume,
+    tokenizer,
+    chat_template,
+    first_row,
+    disk_space,
+    machine_checks.imports,
+    machine_checks.device_works,
+)

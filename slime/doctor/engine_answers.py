@@ -17,7 +17,7 @@ import torch
 from slime.backends.sglang_utils.engine import SGLangEngine
 from slime.data.engine_fields import REPLAY_TOP_K, SAMPLING_MASK, sampled_tokens
 from slime.data.engine_meta import decode_int32_meta_array
-from slime.data.media import encode_image_for_rollout_engine
+from slime.data.processing import encode_image_for_rollout_engine
 from slime.doctor import Finding, fail, ok, skip, warn
 from slime.doctor.engine_golden import Golden, Picture, chosen
 

@@ -23,7 +23,7 @@ from slime.doctor import Finding, ok
 from slime.doctor.run import examine, exit_status, render, render_json
 from slime.models.config_json import load_model_config, text_part
 from slime.utils import accelerator
-from slime.utils.deadline import Deadline, wait_until
+from slime.utils.async_utils import Deadline, wait_until
 from slime.utils.errors import EngineError
 from slime.utils.net import PortClaim, claim_ports
 from slime.utils.process import GuardedProcess, log_tail

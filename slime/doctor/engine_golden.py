@@ -15,7 +15,7 @@ import torch
 
 from slime.backends.protocols import EVERY_RANK, NamedTensor, Recipients
 from slime.backends.training.hf_files import TensorReader
-from slime.data.media import load_processor
+from slime.data.processing import load_processor
 from slime.models.lora import LoraConfig, tensor_name
 from slime.utils.errors import DataError
 from slime.utils.torchvision_cpu import install as allow_torchvision_on_cpu
@@ -251,7 +251,7 @@ def _load(checkpoint: str, dtype: torch.dtype) -> Any:
 
 def _tokenizer(checkpoint: str) -> Any:
     """None for a checkpoint without one."""
-    from slime.data.chat import load_tokenizer
+    from slime.data.processing import load_tokenizer
 
     if not any((Path(checkpoint) / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
         return None

@@ -26,7 +26,7 @@ from slime.doctor.engine_golden import FACTOR, Golden
 from slime.models.hf_shape import read_shape
 from slime.models.lora import LoraConfig
 from slime.utils import accelerator
-from slime.utils.deadline import Deadline, wait_until
+from slime.utils.async_utils import Deadline, wait_until
 from slime.utils.errors import ConfigError, SlimeError, undone
 from slime.utils.net import get_current_node_ip
 from slime.weight_sync.probe import probe_ids, verify_adapter, verify_canary

@@ -81,7 +81,7 @@ def findings_of(options: Namespace) -> tuple[list[Finding], bool]:
     limits = {"timeout_s": options.timeout, "max_turn_tokens": options.max_turn_tokens}
     trial = Trial(options.name, options.options, environment, indices, tasks, **limits)
     if options.hf_checkpoint:
-        from slime.data.chat import load_tokenizer
+        from slime.data.processing import load_tokenizer
 
         tokenizer = load_tokenizer(options.hf_checkpoint, trust_remote_code=True)
         trial.count_tokens = lambda text: len(tokenizer.encode(text, add_special_tokens=False))

@@ -25,7 +25,7 @@ import torch
 from slime.algorithms import arguments as algorithm_arguments
 from slime.backends.fsdp_utils.arguments import FsdpArgs
 from slime.backends.megatron_utils import arguments as megatron_arguments
-from slime.backends.megatron_utils.precision_rules import low_precision_here
+from slime.backends.megatron_utils.optimizer_rules import low_precision_here
 from slime.batch.arguments import BatchArgs, ReplayArgs
 from slime.batch.compile import compile_train_data
 from slime.batch.rewards import RewardArgs

@@ -15,8 +15,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from slime.config.plan.layout import PlanError, read_layout
-from slime.config.plan.placement import plan_placement
+from slime.config.plan.placement import PlanError, plan_placement, read_layout
 from slime.config.plan.render import size
 from slime.config.plan.shape import read_shape
 from slime.doctor import Finding, Situation, fail, ok, warn

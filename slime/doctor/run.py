@@ -12,38 +12,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from slime.config.help_text import terminal_width
-from slime.doctor import Check, Finding, command_checks, machine_checks
+from slime.config.parse import terminal_width
+from slime.doctor import Finding
 from slime.utils.errors import kept, named
 
 T = TypeVar("T")
 
-# In the order of the output.
-CHECKS: tuple[Check, ...] = (
-    machine_checks.python_version,
-    machine_checks.packages,
-    machine_checks.device,
-    machine_checks.driver,
-    machine_checks.kernels,
-    machine_checks.memory,
-    machine_checks.processors,
-    machine_checks.infiniband,
-    machine_checks.host_name,
-    machine_checks.open_files,
-    machine_checks.shared_memory,
-    machine_checks.ports,
-    command_checks.arguments,
-    command_checks.notices,
-    command_checks.hooks,
-    command_checks.weights,
-    command_checks.resume,
-    command_checks.tokenizer,
-    command_checks.chat_template,
-    command_checks.first_row,
-    command_checks.disk_space,
-    machine_checks.imports,
-    machine_checks.device_works,
-)
 _MARKS = {
     **{"ok": "[green]ok[/green]", "warn": "[yellow]warn[/yellow]", "fail": "[bold red]FAIL[/bold red]"},
     "skip": "[dim]n/a[/dim]",

@@ -1,6 +1,6 @@
 """``config.json`` of a Hugging Face checkpoint: the file, and typed look-ups in its fields.
 
-A rule reports the errors of :func:`load_model_config` (``slime.config.check.generation``). Derivations, other rules and
+A rule reports the errors of :func:`load_model_config` (``slime.config.check.objective``). Derivations, other rules and
 the plan treat a bad file as an empty one: :func:`read_model_config`.
 """
 
@@ -13,9 +13,6 @@ from typing import Any
 
 from slime.models.family import Family, Switch
 from slime.utils.errors import ConfigError
-
-MOST_LAYERS = 10_000
-"""A larger number is a mistake, and lists with one entry per layer would fill the memory."""
 
 _MOST, _LARGEST = 2**40, 1e15  # up to 1e15 a float holds every whole number exactly
 

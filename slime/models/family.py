@@ -15,6 +15,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+MOST_LAYERS = 10_000
+"""A larger number is a mistake, and lists with one entry per layer would fill the memory."""
+
 Layout = Literal["copy", "qkv", "gated_qkv", "gate_up", "vocab", "swapped_columns", "by_key_head"]
 """How a Megatron tensor is assembled from Hugging Face tensors.
 

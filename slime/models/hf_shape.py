@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from slime.models.config_json import MOST_LAYERS, ConfigReader, load_model_config
-from slime.models.family import Family, Rule, families, why_not_built
+from slime.models.config_json import ConfigReader, load_model_config
+from slime.models.family import MOST_LAYERS, Family, Rule, families, why_not_built
 from slime.models.shape import (
     DeltaNetShape,
     Llama3Rope,

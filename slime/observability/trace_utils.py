@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.data.sample import Sample
-from slime.observability.engine_timings import (
+from slime.observability.metric_utils import (
     SGLANG_PD_DECODE_SEGMENTS,
     SGLANG_PD_PREFILL_SEGMENTS,
     SGLANG_PD_SUMMARY_KEYS,

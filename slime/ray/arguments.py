@@ -19,8 +19,7 @@ from slime.config import check as config_check
 from slime.config import parse as config_parse
 from slime.config import resolve as config_resolve
 from slime.config.groups import defaults_of, unsupported_flags, with_values
-from slime.config.help_text import HINT
-from slime.config.parse import AddArguments
+from slime.config.parse import HINT, AddArguments
 from slime.ray.rooms import GROUPS, HOOK_RULES, LIVE_STEPS, MACHINE_RULES, RULES, STEPS
 from slime.ray.rules import TRAINER_RULES
 from slime.rollout.eval_config import build_eval_datasets

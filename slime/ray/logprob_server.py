@@ -19,8 +19,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from slime.backends.megatron_utils.server.app import ServedModel, make_app, serving, warm_up
 from slime.backends.megatron_utils.server.arguments import TeacherServerArgs, validate_megatron_server_args
+from slime.backends.megatron_utils.server.megatron_server import ServedModel, make_app, serving, warm_up
 from slime.backends.megatron_utils.server.queue import RoundSettings, Score, ScoreQueue, ScoreRequest
 from slime.backends.training.arguments import CheckpointArgs, ParallelArgs
 from slime.backends.training.checkpoint_source import find_start

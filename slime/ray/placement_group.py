@@ -22,7 +22,7 @@ from slime.ray.run.cluster import NOSET_VISIBLE_DEVICES, is_embedded, slot_layou
 from slime.ray.watch.failure_report import Reports, shortage_of
 from slime.ray.watch.waiting import get
 from slime.utils import accelerator
-from slime.utils.deadline import Deadline
+from slime.utils.async_utils import Deadline
 from slime.utils.errors import ConfigError, undone
 
 __all__ = ["GpuSlots", "check_room", "create_placement_groups", "release_placement_groups", "reserve_engine"]

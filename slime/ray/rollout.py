@@ -28,8 +28,8 @@ from slime.ray.run.cluster import worker_env
 from slime.ray.shards import RolloutResult, actor_options, boxed
 from slime.ray.watch.heartbeat import register_process
 from slime.rollout.base_types import Count, call_rollout_fn
+from slime.rollout.custom_generate import set_current_rollout_id, set_evaluated_rollout_id
 from slime.rollout.rm_hub.grader_pool import preload_graders
-from slime.rollout.sample_hooks import set_current_rollout_id, set_evaluated_rollout_id
 from slime.rollout.sglang_rollout import GenerateState
 from slime.utils.async_utils import exits_are_errors
 

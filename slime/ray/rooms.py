@@ -9,7 +9,7 @@ from slime.algorithms import arguments as algorithms
 from slime.backends.fsdp_utils import arguments as fsdp
 from slime.backends.megatron_utils import argument_rules as megatron_rules
 from slime.backends.megatron_utils import arguments as megatron
-from slime.backends.megatron_utils import precision_rules
+from slime.backends.megatron_utils import optimizer_rules
 from slime.backends.megatron_utils.server import arguments as server
 from slime.backends.sglang_utils import rules as sglang_rules
 from slime.backends.sglang_utils.namespace import EngineArgs
@@ -77,7 +77,7 @@ RULES: tuple[Rule, ...] = (
 
 # Requirements on the machine that starts the run. A plan works on any machine and lists them separately.
 MACHINE_RULES: tuple[Rule, ...] = (
-    precision_rules.low_precision_here,
+    optimizer_rules.low_precision_here,
     *sglang_rules.MACHINE_RULES,
     *wiring_rules.MACHINE_RULES,
 )

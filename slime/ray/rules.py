@@ -18,10 +18,10 @@ from pathlib import Path
 from slime.backends.fsdp_utils import arguments as fsdp_rules
 from slime.backends.megatron_utils import argument_rules as megatron_rules
 from slime.backends.megatron_utils.model_rules import check_against_hf
-from slime.backends.megatron_utils.precision_rules import int4, kv_fp8
+from slime.backends.megatron_utils.optimizer_rules import int4, kv_fp8
 from slime.backends.sglang_utils.topology import topology_of
 from slime.backends.training.rules import check_adapters, check_checkpoints, check_export
-from slime.config import notices
+from slime.config import groups
 from slime.config.check import NUMBER_RULES, paths
 from slime.config.groups import flag_of
 from slime.config.plan.devices import colocation_problems, gpu_bytes, is_judged
@@ -86,9 +86,9 @@ def _shared_prefixes(args: Namespace) -> Iterator[str]:
         if is_given:
             yield f"--share-prefixes is not supported yet with {part}: drop one of them."
     if args.multimodal_keys:
-        notices.warn(args, "--share-prefixes", "no effect on batches with images")
+        groups.warn(args, "--share-prefixes", "no effect on batches with images")
     if args.micro_batch_size == 1 and not args.use_dynamic_batch_size:
-        notices.warn(args, "--share-prefixes", "no effect on micro-batches of one sample: --use-dynamic-batch-size")
+        groups.warn(args, "--share-prefixes", "no effect on micro-batches of one sample: --use-dynamic-batch-size")
 
 
 def _has_users_layers(args: Namespace) -> bool:
@@ -145,13 +145,13 @@ def other_model_flags(args: Namespace) -> None:
     if args.train_backend == "megatron":
         if args.attn_implementation is not None:
             flag = f"--attn-implementation {args.attn_implementation}"
-            notices.warn(args, flag, "no effect: only --train-backend fsdp reads it")
+            groups.warn(args, flag, "no effect: only --train-backend fsdp reads it")
         return
     if args.hf_checkpoint is None or not _is_known(args.hf_checkpoint):
         return  # another rule requires the flag, and a model that only transformers knows has no shape to compare
     for problem in check_against_hf(args):
         flag, _, rest = problem.partition(" ")
-        notices.warn(args, flag, f"{rest} It is ignored: --train-backend fsdp builds the model of config.json.")
+        groups.warn(args, flag, f"{rest} It is ignored: --train-backend fsdp builds the model of config.json.")
 
 
 def _fake_quantization(args: Namespace) -> Iterator[str]:
@@ -205,7 +205,7 @@ def replaceable_processes(args: Namespace) -> None:
     """A process that holds state is replaced by starting from a checkpoint, so that needs ``--save``."""
     if args.use_fault_tolerance and not args.debug_rollout_only and args.save is None:
         text = "engines that die are replaced; a trainer rank that dies ends the run, because there is no --save"
-        notices.info(args, "--use-fault-tolerance", text)
+        groups.info(args, "--use-fault-tolerance", text)
 
 
 def _heartbeats(args: Namespace) -> Iterator[str]:
@@ -253,9 +253,9 @@ def _checksums(args: Namespace) -> Iterator[str]:
     if not accelerator.current().is_cpu or _widest_engine(args) > 1:
         text = "engines of several devices, or on GPUs, are compared after the first sync only, with their checkpoint"
         if args.load is None:
-            notices.info(args, "--check-weight-update-equal", text)
+            groups.info(args, "--check-weight-update-equal", text)
         else:
-            notices.warn(args, "--check-weight-update-equal", f"no effect with --load: {text}")
+            groups.warn(args, "--check-weight-update-equal", f"no effect with --load: {text}")
     yield from ()
 
 
@@ -335,7 +335,7 @@ def _other_cluster(args: Namespace) -> Iterator[str]:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_TIMEOUT_S).close()
     except (OSError, ValueError):
         return
-    notices.warn(
+    groups.warn(
         args,
         "RAY_ADDRESS",
         f"not set, but a Ray cluster runs on this machine at {address}: the run starts another Ray on this machine "
@@ -363,13 +363,13 @@ def _norm_templates(args: Namespace) -> Iterator[str]:
             named = ", ".join(f"{{{field}}}" for field in sorted(needed))
             yield f"{flag_of(name)} {template} must name one file for each norm: use {named}, and no other field."
     if args.ci_save_grad_norm is not None and args.ci_load_grad_norm is not None:
-        notices.warn(args, "--ci-load-grad-norm", "no effect: --ci-save-grad-norm writes the norms instead")
+        groups.warn(args, "--ci-load-grad-norm", "no effect: --ci-save-grad-norm writes the norms instead")
 
 
 def _needs_ci_test(args: Namespace) -> Iterator[str]:
     for name in ("ci_disable_kl_checker", "ci_train_rollout_logprob_abs_diff_threshold"):
         if name in args.given and not args.ci_test:
-            notices.warn(args, flag_of(name), "no effect without --ci-test")
+            groups.warn(args, flag_of(name), "no effect without --ci-test")
     yield from ()
 
 

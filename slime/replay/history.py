@@ -23,9 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from slime.backends.training.checkpoint_files import complete_iterations, iteration_of
-from slime.data.ledger import LineFile
+from slime.data.ledger import LineFile, find_ledger
 from slime.data.schedule import BRANCH, SCHEDULE, WEIGHTS, Planned, Weights, read_schedule, read_weights
-from slime.doctor.ledger import find_ledger
 from slime.observability.run_info import RunInfo, read_run_info
 from slime.observability.sample_record import read_rows, record_file, sample_of_row
 from slime.rollout.arguments import DEFAULT_ROLLOUT_FUNCTION

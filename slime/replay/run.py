@@ -321,7 +321,7 @@ def generate(args: Namespace, recorded: Recorded) -> Replayed:
         SlimeError: the generate function or the reward raised, or sent a request that is not in the recording.
     """
     from slime.config.groups import with_values
-    from slime.data.chat import load_tokenizer
+    from slime.data.processing import load_tokenizer
     from slime.rollout import sglang_rollout
     from slime.rollout.failures import is_given_up, without_response
     from slime.testing.fakes import serving

@@ -24,8 +24,8 @@ from typing import Any
 from slime.data.sample import Sample, SampleGroup, as_groups, iter_samples
 from slime.data.schedule import record
 from slime.hooks.load import load_function
-from slime.rollout.balance import keep_balanced
 from slime.rollout.base_types import Count
+from slime.rollout.direct_engines import keep_balanced
 from slime.rollout.engine_request import EngineRequest, abort
 from slime.rollout.failures import FailureBudget, fresh_copy, fresh_group
 from slime.rollout.filters import (
@@ -211,7 +211,7 @@ async def collect(
         judge: the dynamic filter.
         stop: aborts everything that still runs. Called once, also after an error.
         workers_url: route of the router that lists the engines.
-        requests: those under way, which may move from one engine to another (:mod:`slime.rollout.balance`).
+        requests: those under way, which may move from one engine to another (:mod:`slime.rollout.direct_engines`).
 
     Raises:
         DataError: no prompts, wrong group sizes, a filter that drops everything, too many failed samples. Also the

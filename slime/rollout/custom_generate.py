@@ -1,11 +1,14 @@
 """Calls users' generate functions in both conventions, and completes the fields that they leave out.
 
-f(args, sample, sampling_params[, evaluation])     per sample
-f(args, samples[, sampling_params][, evaluation])  per group, recognized by the parameter ``samples``, or by a second
-                                                   parameter that is annotated with a list
+    f(args, sample, sampling_params[, evaluation])     per sample
+    f(args, samples[, sampling_params][, evaluation])  per group, known by the parameter ``samples``, or by a second
+                                                       parameter that is annotated with a list
 
 A call may take --custom-generate-timeout seconds. A longer call counts as an error, and the rollout tries the sample
 again.
+
+Sample hooks (``--rollout-sample-hook-path``) are users' functions between generation and reward. They see every sample,
+in order.
 """
 
 from __future__ import annotations
@@ -17,16 +20,24 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-from slime.data.chat import render_chat
+from slime.data.processing import render_chat
 from slime.data.sample import Sample, iter_samples
-from slime.hooks.load import accepts, annotation, name_of
+from slime.hooks.load import accepted_kwargs, accepts, annotation, load_function, name_of
+from slime.rollout.base_types import complete_args
 from slime.rollout.collect import mask_older_tokens
 from slime.rollout.engine_request import cut_stop_token
 from slime.rollout.failures import Attempts, is_given_up, traced_copy
 from slime.rollout.rm_hub.scoring import score
-from slime.rollout.sample_hooks import apply_rollout_sample_hooks
 from slime.utils.async_utils import call_user, is_async
 from slime.utils.errors import DataError
+
+__all__ = [
+    "apply_rollout_sample_hooks",
+    "current_rollout_id",
+    "set_current_rollout_id",
+    "set_evaluated_rollout_id",
+]
+
 
 logger = logging.getLogger(__name__)
 
@@ -248,3 +259,56 @@ def _tokenize(sample: Sample, tokenizer: Any) -> None:
         "log-probs of them are unknown; Sample.append_response_tokens keeps both",
         sample.index,
     )
+
+
+_rollout_ids: dict[bool, int | None] = {False: None, True: None}
+"""Whether it evaluates -> the id in this process. A rollout and an evaluation may run at the same time."""
+
+
+def set_current_rollout_id(rollout_id: int | None) -> None:
+    """Called by the rollout manager before it generates."""
+    _rollout_ids[False] = rollout_id
+
+
+def set_evaluated_rollout_id(rollout_id: int | None) -> None:
+    """Called by the rollout manager before it evaluates, possibly during a rollout."""
+    _rollout_ids[True] = rollout_id
+
+
+def current_rollout_id(evaluation: bool = False) -> int | None:
+    own = _rollout_ids[evaluation]
+    return _rollout_ids[False] if own is None else own  # such an evaluation belongs to the current rollout
+
+
+async def apply_rollout_sample_hooks(args: Any, value: Any, **kwargs: Any) -> Any:
+    """Apply every hook, in the order of the flags, to each sample in ``value``. The nesting is kept.
+
+    Args:
+        value: a sample or lists of them. Without hooks the same object is returned.
+        kwargs: offered to the hooks. Each gets those that its signature accepts. ``rollout_id`` has a default.
+
+    Raises:
+        TypeError: a value that is not a sample or list, or a hook that returns neither a sample nor None.
+    """
+    paths = complete_args(args).rollout_sample_hook_path
+    if not paths:
+        return value
+    kwargs.setdefault("rollout_id", current_rollout_id(bool(kwargs.get("evaluation"))))
+    hooks = [load_function(path) for path in paths]
+
+    async def apply(value: Any) -> Any:
+        if isinstance(value, list):
+            return [await apply(item) for item in value]
+        if not isinstance(value, Sample):
+            raise TypeError(f"sample hooks apply to a Sample or lists of them, got {type(value).__name__}")
+        for hook in hooks:
+            result = await call_user(hook, args, value, **accepted_kwargs(hook, kwargs))
+            if result is None:
+                continue
+            if not isinstance(result, Sample):
+                got = type(result).__name__
+                raise TypeError(f"--rollout-sample-hook-path {name_of(hook)}: expected Sample or None, got {got}")
+            value = result
+        return value
+
+    return await apply(value)

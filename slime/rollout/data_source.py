@@ -23,9 +23,11 @@ from slime.data.sample import Sample, SampleGroup, as_groups, iter_samples
 from slime.hooks.load import can_be_called, load_function, name_of, parameter_names
 from slime.rollout.base_types import complete_args
 from slime.rollout.failures import fresh_copy
-from slime.rollout.prompt_data import PromptData, changes, fingerprint
 from slime.rollout.source_state import (
     FIX,
+    PromptData,
+    changes,
+    fingerprint,
     group_from_dicts,
     groups_to_dicts,
     read_state,

@@ -27,7 +27,7 @@ from slime.data.engine_fields import (
     lacks_sets,
     sampled_tokens,
 )
-from slime.data.media import (
+from slime.data.processing import (
     encode_image_for_rollout_engine,
     has_media,
     load_processor,
@@ -58,7 +58,7 @@ class EngineRequest:
     Attributes:
         rids: the ids of its attempts.
         workers_url: route of the router that lists the engines.
-        session_id: of the sample, if the request is sent again after an abort (:mod:`slime.rollout.balance`).
+        session_id: of the sample, if the request is sent again after an abort (:mod:`slime.rollout.direct_engines`).
     """
 
     url: Url

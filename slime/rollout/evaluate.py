@@ -20,7 +20,7 @@ from slime.rollout.custom_generate import on_begin
 from slime.rollout.engine_request import eval_sampling_params, train_sampling_params
 from slime.rollout.eval_config import EvalDatasetConfig
 from slime.rollout.failures import FailureBudget, failed_reward, fresh_copy, give_up
-from slime.rollout.prompt_data import PromptData
+from slime.rollout.source_state import PromptData
 from slime.utils.async_utils import call_in_thread
 from slime.utils.errors import DataError
 

@@ -35,8 +35,7 @@ from slime.rollout.collect import BatchHooks, Drops, first_index, log_sample
 from slime.rollout.custom_generate import is_cut
 from slime.rollout.failures import FailureBudget, fresh_group, without_response
 from slime.rollout.sglang_rollout import GenerateState, generate_and_rm_group
-from slime.utils.async_utils import call_in_thread, run
-from slime.utils.deadline import Deadline
+from slime.utils.async_utils import Deadline, call_in_thread, run
 from slime.utils.errors import ConfigError, DataError, reported
 from slime.utils.http_utils import get_rollout_num_engines, init_http_client
 

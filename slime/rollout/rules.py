@@ -10,9 +10,9 @@ import itertools
 from argparse import Namespace
 from collections.abc import Iterator
 
-from slime.config import notices
-from slime.config.check.generation import MEDIA
-from slime.config.resolve.batches import has_other_terms, is_group_relative
+from slime.config import groups
+from slime.config.check.objective import MEDIA
+from slime.config.resolve.cluster import has_other_terms, is_group_relative
 from slime.data.arguments import PromptDataArgs
 from slime.data.prepare import PromptMaker
 from slime.data.prompts import open_prompts, prompt_key_of
@@ -72,7 +72,7 @@ def reward_type(args: Namespace) -> None:
     rows = [row for _, row in _rows_without_reward_type(args)]
     if rows and all(row.get(args.label_key or "label") is not None for row in rows):
         args.rm_type = "math"
-        notices.warn(args, "--rm-type", "neither it nor --custom-rm-path is given: answers are graded as mathematics")
+        groups.warn(args, "--rm-type", "neither it nor --custom-rm-path is given: answers are graded as mathematics")
 
 
 def _rows_without_reward_type(args: Namespace) -> Iterator[tuple[str, dict[str, object]]]:
@@ -133,7 +133,7 @@ def chat_template(args: Namespace) -> None:
     if rows and (args.multimodal_keys is not None or any(messages)):
         args.apply_chat_template = True
         text = "not given, but prompts are lists of messages: the template is used"
-        notices.warn(args, "--apply-chat-template", text)
+        groups.warn(args, "--apply-chat-template", text)
 
 
 def _files(args: Namespace) -> Iterator[str]:
@@ -244,7 +244,7 @@ def _replay(args: Namespace) -> Iterator[str]:
 def _evaluation(args: Namespace) -> Iterator[str]:
     for dataset in args.eval_datasets:
         for name in unused_fields(dataset):
-            notices.info(args, _at(dataset, name), "only evaluation functions of users read it")
+            groups.info(args, _at(dataset, name), "only evaluation functions of users read it")
         for kind in dataset.multimodal_keys or {}:
             if kind not in MEDIA:
                 flag = _at(dataset, "multimodal_keys")
@@ -278,7 +278,7 @@ def _http_workers(args: Namespace) -> Iterator[str]:
     streams = _dotted(args.custom_generate_function_path) == _STREAMING  # read in the process that generates
     if args.use_distributed_post and (streams or args.debug_train_only):
         place = "streams" if streams else "a run without engines"
-        notices.warn(args, "--use-distributed-post", f"no effect on {place}")
+        groups.warn(args, "--use-distributed-post", f"no effect on {place}")
     # Makes this a generator, as all rules are. This one only warns.
     yield from ()
 
@@ -286,7 +286,7 @@ def _http_workers(args: Namespace) -> Iterator[str]:
 def _longest_first(args: Namespace) -> Iterator[str]:
     path = _dotted(args.rollout_function_path)
     if args.rollout_longest_first and path.startswith("slime.rollout.") and path != DEFAULT_ROLLOUT_FUNCTION:
-        notices.warn(args, "--rollout-longest-first", f"no effect on --rollout-function-path {path}")
+        groups.warn(args, "--rollout-longest-first", f"no effect on --rollout-function-path {path}")
     yield from ()
 
 

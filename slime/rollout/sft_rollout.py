@@ -11,8 +11,8 @@ import logging
 from argparse import Namespace
 from typing import Any
 
-from slime.data.chat import load_tokenizer
 from slime.data.loss_masks import MultiTurnLossMaskGenerator, get_response_lengths
+from slime.data.processing import load_tokenizer
 from slime.data.sample import Sample, SampleGroup
 from slime.rollout import sglang_rollout
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput

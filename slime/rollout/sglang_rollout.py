@@ -27,8 +27,7 @@ from dataclasses import replace
 from typing import Any
 from uuid import uuid4
 
-from slime.data.chat import load_tokenizer
-from slime.data.media import has_media, load_processor
+from slime.data.processing import has_media, load_processor, load_tokenizer
 from slime.data.sample import Sample, SampleGroup, iter_samples
 from slime.hooks.load import can_be_called, load_function
 from slime.observability.trace_utils import build_sglang_meta_trace_attrs, trace_function, trace_span
@@ -37,6 +36,7 @@ from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, 
 from slime.rollout.custom_generate import (
     FINISHED,
     GenerateFunction,
+    apply_rollout_sample_hooks,
     complete_results,
     evaluates,
     is_ending,
@@ -60,7 +60,6 @@ from slime.rollout.evaluate import EVAL_PROMPT_DATASET, evaluate
 from slime.rollout.failures import Attempts, is_given_up
 from slime.rollout.prompt_history import DraftHistory, LongTail
 from slime.rollout.rm_hub.scoring import score, score_group
-from slime.rollout.sample_hooks import apply_rollout_sample_hooks
 from slime.utils.async_utils import Slots, call_in_thread, run
 from slime.utils.errors import DataError
 from slime.utils.http_utils import get_rollout_num_engines, init_http_client, post

@@ -19,12 +19,11 @@ from slime.batch.rewards import RewardArgs
 from slime.data.sample import Sample, as_groups, iter_samples
 from slime.hooks.load import accepts, can_be_called, parameter_names
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn
-from slime.rollout.custom_generate import GenerateFunction, complete, takes_group
+from slime.rollout.custom_generate import GenerateFunction, apply_rollout_sample_hooks, complete, takes_group
 from slime.rollout.data_source import BufferFilter, make_data_source
 from slime.rollout.failures import fresh_copy
 from slime.rollout.filters import DynamicFilterOutput
 from slime.rollout.rm_hub import async_rm, batched_async_rm
-from slime.rollout.sample_hooks import apply_rollout_sample_hooks
 from slime.rollout.sglang_rollout import GenerateState
 from slime.testing.fakes import NUM_GROUPS, PromptList, finished_groups, fresh_groups
 from slime.utils.http_utils import close_http_client

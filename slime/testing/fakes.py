@@ -1,18 +1,37 @@
-"""Small inputs for users' functions (groups of samples, a data source), and HTTP servers that replace engines."""
+"""Small inputs for users' functions (groups of samples, a data source), and HTTP servers that replace engines.
+
+``compact_generate`` returns several samples per execution, for tests of fan-out that name functions by path
+(``slime.rollout._fanout_test_helpers.compact_generate``). A reward normalization matches it.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import json
+import os
 import random
 import threading
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from slime.data.engine_fields import SAMPLING_MASK
 from slime.data.sample import Sample, SampleGroup, iter_samples
 from slime.rollout.failures import fresh_copy
+
+__all__ = [
+    "COUNTER_FILE_ENV",
+    "MAX_FANOUT",
+    "compact_generate",
+    "grpo_normalize_by_group_index",
+]
+
 
 NUM_GROUPS = 2
 GROUP_SIZE = 2
@@ -165,3 +184,37 @@ def _reply(body: dict[str, Any], ids: list[int], draw: random.Random, tokenizer:
     if body.get("return_sampling_mask"):
         meta[SAMPLING_MASK] = [[token] for token in output]
     return {"text": tokenizer.decode(output, skip_special_tokens=skip), "output_ids": output, "meta_info": meta}
+
+
+MAX_FANOUT = 3
+COUNTER_FILE_ENV = "SLIME_FANOUT_TEST_COUNTER_FILE"
+
+
+async def compact_generate(args: Namespace, sample: Sample, sampling_params: dict[str, Any]) -> list[Sample]:
+    """Return one generation as ``1 + index % 3`` samples. Appends the index to the file of ``COUNTER_FILE_ENV``."""
+    from slime.rollout.sglang_rollout import generate  # the checks of functions need no rollout
+
+    sample = await generate(args, sample, sampling_params)
+    index = sample.index or 0
+    if path := os.environ.get(COUNTER_FILE_ENV):
+        with contextlib.suppress(OSError), Path(path).open("a", encoding="utf-8") as file:
+            file.write(f"{index}\n")
+    copies = [copy.deepcopy(sample) for _ in range(1 + index % MAX_FANOUT)]
+    for one in copies:
+        one.rollout_id = sample.index  # samples of one execution share its id
+    return copies
+
+
+def grpo_normalize_by_group_index(args: Namespace, samples: list[Sample]) -> tuple[list[float], list[float]]:
+    """(raw rewards, rewards minus the mean of their group). All samples have the same weight."""
+    raw = [float(sample.get_reward_value(args)) for sample in samples]
+    normalized = list(raw)
+    for group in {sample.group_index for sample in samples}:
+        members = [i for i, sample in enumerate(samples) if sample.group_index == group]
+        values = torch.tensor([raw[i] for i in members])
+        centered = values - values.mean()
+        if args.grpo_std_normalization and len(members) > 1:  # std() of one value is NaN
+            centered = centered / (values.std() + 1e-6)
+        for i, value in zip(members, centered.tolist(), strict=True):
+            normalized[i] = value
+    return raw, normalized

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from slime.config.groups import with_values
-from slime.data.chat import load_tokenizer, render_chat
+from slime.data.processing import load_tokenizer, render_chat
 from slime.data.sample import Sample
 from slime.hooks.load import check_hooks, load_function
 from slime.hooks.protocols import HOOKS, Hook

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import httpx
 
-from slime.utils.deadline import Deadline
+from slime.utils.async_utils import Deadline
 from slime.utils.errors import EngineError, RequestExpired, RequestRefused
 from slime.utils.net import (
     SLIME_HOST_IP_ENV,

@@ -5,7 +5,7 @@
 The driver starts the reaper together with a local Ray cluster. While the driver lives, the reaper collects the driver's
 descendants. After the end of the driver, also by SIGKILL, it kills the remaining ones. Ray's daemons end with a killed
 driver, but its agents take half a minute. The reaper also deletes new files in /dev/shm that the run's processes had
-mapped, because a killed engine cannot delete them, and the folder of the run's temporary files (``utils.scratch``).
+mapped, because a killed engine cannot delete them, and the folder of the run's temporary files (``utils.files``).
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
 
-from slime.config import notices
+from slime.config import groups
 from slime.config.groups import flag_of
 from slime.models.config_json import read_model_config
 from slime.weight_sync.transports import TRANSPORTS
@@ -21,12 +21,12 @@ def _unused(args: Namespace) -> Iterator[str]:
     for name, transport in TRANSPORTS.items():
         for flag in transport.reads if name != args.update_weight_transport else ():
             if flag in args.given:
-                notices.warn(args, flag_of(flag), f"no effect: only --update-weight-transport {name} reads it")
+                groups.warn(args, flag_of(flag), f"no effect: only --update-weight-transport {name} reads it")
     if args.update_weight_mode == "full" and "update_weight_delta_encoding" in args.given:
-        notices.warn(args, "--update-weight-delta-encoding", "no effect: only --update-weight-mode delta reads it")
+        groups.warn(args, "--update-weight-delta-encoding", "no effect: only --update-weight-mode delta reads it")
     if args.update_weight_mode == "full" and args.update_weight_transport == "disk" and args.update_weight_changed_only:
         text = "no effect: full versions hold everything, see --update-weight-mode delta"
-        notices.warn(args, "--update-weight-changed-only", text)
+        groups.warn(args, "--update-weight-changed-only", text)
     yield from ()  # notices only: no problem ends the run
 
 

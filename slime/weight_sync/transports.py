@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slime.config import arguments, notices
+from slime.config import arguments, groups
 from slime.config.arguments import SyncArgs
 from slime.models.lora import LoraConfig
 from slime.weight_sync.version_store import foreign_content
@@ -123,7 +123,7 @@ def _check_network(args: Namespace) -> Iterator[str]:
         settings = {name: args.train_env_vars.get(name, os.environ.get(name, "")) for name in _ALLOCATOR}
         for name, value in settings.items():
             if "expandable_segments:true" in str(value).lower():
-                notices.warn(
+                groups.warn(
                     args,
                     "--colocate",
                     f"{name}={value}: engines may open such memory of the trainer only where they may trace its "

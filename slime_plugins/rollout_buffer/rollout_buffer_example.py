@@ -17,12 +17,11 @@ from argparse import Namespace
 from typing import Any
 from uuid import uuid4
 
-from slime.data.chat import load_tokenizer
 from slime.data.loss_masks import MultiTurnLossMaskGenerator
+from slime.data.processing import load_tokenizer
 from slime.data.sample import Sample, SampleGroup
 from slime.rollout import sglang_rollout
-from slime.utils.async_utils import call_in_thread, run
-from slime.utils.deadline import Deadline
+from slime.utils.async_utils import Deadline, call_in_thread, run
 from slime.utils.errors import ConfigError, DataError, EngineError
 from slime.utils.http_utils import init_http_client, post
 

@@ -15,10 +15,10 @@ from tests.architecture.sources import ROOT, Module, modules
 
 # Name of a measure -> today's number. Measures in LEAST must not fall below it, all others must not exceed it.
 LIMITS: dict[str, float] = {
-    "files": 381,
-    "lines": 76738,
-    "small files, %": 16.54,
-    "functions that take args, %": 3.01,
+    "files": 352,
+    "lines": 76498,
+    "small files, %": 16.48,
+    "functions that take args, %": 3.06,
     "writes to args": 0,
     "getattr and hasattr per 1000 lines": 0.86,
     "broad except per 1000 lines": 0.37,

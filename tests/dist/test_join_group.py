@@ -23,7 +23,7 @@ from tests.limits import unloaded_time
 _PEER = """
 import sys, torch, torch.distributed as dist
 from slime.utils import distributed_utils
-from slime.utils.deadline import Deadline, wait_until
+from slime.utils.async_utils import Deadline, wait_until
 from slime.utils.distributed_utils import destroy_group, join_group
 for name, interfaces in (("weights", None), ("weights again", "lo,lo,lo")):
     place = {"master_address": "127.0.0.1", "master_port": int(sys.argv[1]), "backend": "gloo"}
@@ -170,7 +170,7 @@ _PLUGIN = """
 import sys, torch, torch.distributed as dist
 from datetime import timedelta
 from slime.utils import distributed_utils
-from slime.utils.deadline import Deadline, wait_until
+from slime.utils.async_utils import Deadline, wait_until
 from slime.utils.distributed_utils import destroy_group, init_process_group
 where, limit = "tcp://127.0.0.1:" + sys.argv[1], timedelta(seconds=600)
 group = init_process_group("gloo", where, timeout=limit, world_size=2, rank=1, group_name="plugin")

@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from slime.doctor.ledger import examine_ledger
+from slime.data.ledger import examine_ledger
 from tests.doc_commands import shown_flags
 from tests.e2e.faults import Broken, broken, shared_memory
 from tests.e2e.running import PLUGINS, Finished, exit_status, metrics

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from slime.data.sample import Sample
-from slime.rollout.balance import Load, loads_of
+from slime.rollout.direct_engines import Load, loads_of
 from slime.rollout.prompt_history import DraftHistory
 from tests.e2e.engines import make_engine
 from tests.unit.rollout.fake_engine import FakeEngine

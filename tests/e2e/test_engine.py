@@ -32,14 +32,13 @@ from slime.backends.sglang_utils.fork_server import ForkServer
 from slime.backends.sglang_utils.router import Router, RouterProcess, remove_worker
 from slime.backends.sglang_utils.server_args import server_env
 from slime.backends.sglang_utils.topology import override_argv, read_topology
-from slime.data.chat import load_tokenizer, render_chat
 from slime.data.engine_fields import sampled_tokens
+from slime.data.processing import load_tokenizer, render_chat
 from slime.data.sample import Sample
 from slime.rollout.sglang_rollout import GenerateState, generate_and_rm_group
 from slime.rollout.sglang_rollout import generate as rollout_generate
 from slime.rollout.sglang_streaming_rollout import generate_streaming
-from slime.utils.async_utils import run
-from slime.utils.deadline import Deadline, wait_until
+from slime.utils.async_utils import Deadline, run, wait_until
 from slime.utils.errors import EngineError
 from slime.utils.net import free_port
 from slime.utils.process import GuardedProcess

@@ -23,7 +23,7 @@ from slime.backends.sglang_utils.fork_server import ForkServer
 from slime.backends.training.arguments import LoraArgs
 from slime.cli import main
 from slime.data.engine_fields import SAMPLING_MASK
-from slime.data.media import encode_image_for_rollout_engine
+from slime.data.processing import encode_image_for_rollout_engine
 from slime.doctor import engine_verbs
 from slime.doctor.engine_answers import (
     Trial,

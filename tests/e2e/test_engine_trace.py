@@ -12,8 +12,7 @@ from slime.data.sample import Sample
 from slime.observability.trace_export import TraceExporter
 from slime.observability.trace_utils import bind_trace, trace_span
 from slime.rollout.sglang_rollout import generate
-from slime.utils.async_utils import run
-from slime.utils.deadline import Deadline, wait_until
+from slime.utils.async_utils import Deadline, run, wait_until
 from tests.e2e.engines import make_engine
 from tests.unit.observability.collector import Collector
 from tests.unit.observability.test_trace_export import settings

@@ -16,7 +16,7 @@ import ray
 from slime.ray.watch import heartbeat
 from slime.ray.watch.heartbeat import SILENCE_S, processes_of, register_process
 from slime.ray.watch.waiting import get, raise_if_dead
-from slime.utils.deadline import Deadline, wait_until
+from slime.utils.async_utils import Deadline, wait_until
 from slime.utils.errors import DeadlineExceeded, ProcessDied
 from tests.limits import unloaded_time
 
@@ -79,7 +79,7 @@ def test_a_death_is_told_with_its_last_lines_and_the_stacks_of_those_who_were_le
     assert "s for both to train: it ended without a trace, as after SIGKILL" in message
     assert "took step 7" in message
     assert "rank 0 (pid" in message
-    assert "slime/utils/deadline.py" in message
+    assert "slime/utils/async_utils.py" in message
     assert "in wait_until" in message
     ray.kill(left)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from slime.doctor.ledger import examine_ledger
+from slime.data.ledger import examine_ledger
 from tests.e2e.running import PLUGINS, Finished, metrics, values
 from tests.e2e.warm import COLD
 from tests.e2e.watching import (

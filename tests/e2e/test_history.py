@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from slime.data.ledger import examine_ledger
 from slime.data.schedule import SCHEDULE, WEIGHTS
-from slime.doctor.ledger import examine_ledger
 from tests.doc_commands import shown_flags
 from tests.e2e.running import Finished, everything, exit_status, metrics, run_train, slime, start_train, values
 from tests.e2e.test_loop import grpo_flags

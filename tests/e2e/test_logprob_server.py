@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from slime.utils.deadline import Deadline, wait_until
+from slime.utils.async_utils import Deadline, wait_until
 from slime.utils.net import claim_ports
 from tests.doc_commands import commands_of_page, shown_flags
 from tests.e2e.running import MARK, ROOT, Finished, metrics, run_train, values

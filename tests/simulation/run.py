@@ -290,9 +290,9 @@ def _new_manager() -> None:
 
 def _new_driver() -> None:
     """Reset the module state that belongs to the driver's process."""
-    from slime.utils import deadline, files
+    from slime.utils import async_utils, files
 
-    deadline._noted.clear()
+    async_utils._noted.clear()
     for lock in list(files._held):
         lock.close()
 

@@ -20,9 +20,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from slime.backends.fsdp_utils.adapters import Adapters
 from slime.backends.fsdp_utils.arguments import FsdpArgs
-from slime.backends.fsdp_utils.model import build_model, local_tensor, read_config
+from slime.backends.fsdp_utils.model import Adapters, build_model, local_tensor, read_config
 from slime.backends.fsdp_utils.step import TrainState, build_optimizer, outputs_by_sample, reset_moments, train_step
 from slime.backends.fsdp_utils.weights import FsdpWeights
 from slime.backends.protocols import TrainerPart

@@ -25,8 +25,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from slime.backends.fsdp_utils.adapters import adapter_parameters
-from slime.backends.fsdp_utils.model import saved_tensors
+from slime.backends.fsdp_utils.model import adapter_parameters, saved_tensors
 from slime.backends.fsdp_utils.step import TrainState, allocate_states
 from slime.backends.training import checkpoint_files as files
 from slime.backends.training.adapter_files import ADAPTER

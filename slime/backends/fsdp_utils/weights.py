@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from slime.backends.fsdp_utils import checkpoint
-from slime.backends.fsdp_utils.adapters import (
+from slime.backends.fsdp_utils.model import (
     adapter_parameters,
     adapters_off,
     copy_rows,
@@ -32,10 +32,13 @@ from slime.backends.fsdp_utils.adapters import (
     export_adapters,
     fill_adapters,
     is_adapter,
+    is_tied,
+    local_tensor,
+    local_tensors,
     plain_name,
+    saved_tensors,
     whole_tensor,
 )
-from slime.backends.fsdp_utils.model import is_tied, local_tensor, local_tensors, saved_tensors
 from slime.backends.fsdp_utils.step import TrainState
 from slime.backends.protocols import EVERY_RANK, SOURCE, NamedTensor, Recipients
 from slime.backends.training.adapter_files import save_adapter

@@ -20,17 +20,21 @@ from slime.backends.megatron_utils.model_rules import (
     spec,
     vision,
 )
-from slime.backends.megatron_utils.optimizer_rules import instances, optimizer, overlap, schedule, weight_decay
-from slime.backends.megatron_utils.precision_rules import (
+from slime.backends.megatron_utils.optimizer_rules import (
     deepgemm,
     fake_quantization,
     fp8,
     has_te_attention,
+    instances,
+    optimizer,
+    overlap,
+    schedule,
     transformer_engine,
     uses_transformer_engine,
+    weight_decay,
 )
 from slime.backends.training.arguments import OptimizerArgs, ParallelArgs
-from slime.config import notices
+from slime.config import groups
 from slime.config.groups import flag_of, from_args
 from slime.models.family import is_family_spec
 from slime.models.shape import ModelShape
@@ -51,7 +55,7 @@ _SIZES = (
 def _parallel(args: Namespace) -> None:
     if args.sequence_parallel and args.tensor_model_parallel_size == 1:
         args.sequence_parallel = False
-        notices.info(args, "--sequence-parallel", "off, because --tensor-model-parallel-size is 1.")
+        groups.info(args, "--sequence-parallel", "off, because --tensor-model-parallel-size is 1.")
     if args.expert_tensor_parallel_size is None:
         args.expert_tensor_parallel_size = max(1, args.tensor_model_parallel_size)
     args.virtual_pipeline_model_parallel_size = virtual_stages(args)
@@ -88,7 +92,7 @@ def _layers(args: Namespace) -> None:
         has_attention = has_te_attention(args, is_latent=bool(args.multi_latent_attention))
         attention = "attention" if has_attention else "with the attention of local layers"
         text = f"layers of Transformer Engine: linear layers joined with norms, grouped experts, {attention}."
-        notices.info(args, "--transformer-impl" if args.fp8 is None else "--fp8-format", text)
+        groups.info(args, "--transformer-impl" if args.fp8 is None else "--fp8-format", text)
 
 
 def _experts(args: Namespace) -> None:
@@ -96,7 +100,7 @@ def _experts(args: Namespace) -> None:
     if given is None:
         args.moe_router_bias_update_rate = 0.0
         if args.moe_router_enable_expert_bias:
-            notices.info(
+            groups.info(
                 args, "--moe-router-bias-update-rate", "0, the biases stay as they are (Megatron's default is 0.001)."
             )
     is_flex, has_te = args.moe_token_dispatcher_type == "flex", uses_transformer_engine(args)
@@ -106,7 +110,7 @@ def _experts(args: Namespace) -> None:
         flag = "--moe-enable-deepep" if args.moe_enable_deepep else "--moe-token-dispatcher-type"
         missing = "--moe-token-dispatcher-type flex" if has_te else "--transformer-impl transformer_engine"
         text = f"no effect without {missing}: tokens reach the experts by all-to-all over NCCL. Expect slower experts"
-        notices.warn(args, flag, f"{text} if their ranks are on several nodes.")
+        groups.warn(args, flag, f"{text} if their ranks are on several nodes.")
     args.moe_token_dispatcher_type = "alltoall"
 
 
@@ -114,7 +118,7 @@ def _tokenizer_and_spec(args: Namespace) -> None:
     args.tokenizer_type = args.tokenizer_type or "HuggingFaceTokenizer"
     args.tokenizer_model = args.hf_checkpoint if args.tokenizer_model is None else os.path.abspath(args.tokenizer_model)
     if args.spec and is_family_spec(args.spec[0]):
-        notices.info(args, "--spec", f"{' '.join(args.spec)} is not needed: the family builds these layers.")
+        groups.info(args, "--spec", f"{' '.join(args.spec)} is not needed: the family builds these layers.")
 
 
 # ---- rules

@@ -1,4 +1,7 @@
-"""Functions for users' conversion scripts and plugins: build a model, and convert its weights from and to Hugging Face.
+"""A model without a trainer, for the conversion tools and for users' scripts: in one process or under torchrun.
+
+    read_options                    Megatron's flags (MODEL_ARGS of a preset), checked against --hf-checkpoint
+    OfflineModel                    process groups, the model without an optimizer: load, export, save
 
     init                            process groups and seeds of a script that torchrun started
     get_model_provider_func         makes the parts of the model for this rank
@@ -6,31 +9,47 @@
     save_hf_model_direct_to_path    writes such files
     convert_to_hf, remove_padding   one whole tensor
 
-The trainer uses ``setup`` and ``checkpoint.hf_weights``. These are the same steps with ``args`` alone. Their public
-names are in ``slime.compat``: ``initialize``, ``model_provider``, ``hf_to_megatron``, ``hf_checkpoint_saver``,
-``megatron_to_hf`` and ``misc_utils``. ``args`` has Megatron's flags. The model is that of ``args.hf_checkpoint``.
+The functions of the second list are the same steps with ``args`` alone. Their public names are in ``slime.compat``:
+``initialize``, ``model_provider``, ``hf_to_megatron``, ``hf_checkpoint_saver``, ``megatron_to_hf`` and ``misc_utils``.
+``args`` has Megatron's flags. The model is that of ``args.hf_checkpoint``.
+
+Imports megatron only when a model is built, so that ``--help`` is quick.
 """
 
 from __future__ import annotations
 
+import argparse
+import os
 import re
+import sys
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from slime.algorithms import arguments as algorithm_arguments
+from slime.backends.megatron_utils import argument_rules, arguments
 from slime.backends.megatron_utils.model_rules import padded_vocab_size, sees_media
 from slime.backends.megatron_utils.patches.install import install
 from slime.backends.training.arguments import ParallelArgs, TrainerArgs
+from slime.backends.training.checkpoint_source import Source, inspect_checkpoint
 from slime.backends.training.hf_files import save_hf_directory
-from slime.config.groups import RunConfig, from_args
+from slime.config.groups import RunConfig, defaults_of, from_args, groups_in, unsupported_flags, with_values
+from slime.config.parse import UNKNOWN, EngineNamespace, parse
+from slime.models.config_json import load_model_config, text_part
 from slime.models.family import Rule, local_name
 from slime.models.hf_shape import read_shape
 from slime.models.shape import ModelShape
-from slime.utils.errors import ConfigError
+from slime.utils.errors import ConfigError, SlimeError
+from slime.utils.net import single_rank_environment
+
+if TYPE_CHECKING:
+    from slime.backends.megatron_utils.checkpoint.state import TrainState
+    from slime.backends.protocols import NamedTensor
 
 __all__ = [
     "convert_to_hf",
@@ -41,6 +60,202 @@ __all__ = [
     "save_hf_model_direct_to_path",
     "strip_param_name_prefix",
 ]
+
+
+_SLURM_PORT = "23456"
+_FLOATS = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+
+
+def run_tool(main: Callable[[], None]) -> int:
+    """Run a tool. Returns its exit status: 2, with every problem on stderr, if it cannot work."""
+    try:
+        main()
+    except SlimeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def read_options(
+    add_options: Callable[[argparse.ArgumentParser], None], description: str, argv: Sequence[str] | None = None
+) -> argparse.Namespace:
+    """Parse the tool's own options and Megatron's flags.
+
+    Weights keep the precision of the Hugging Face checkpoint unless a flag says otherwise. Under torchrun without
+    parallel sizes the processes become pipeline stages, as far as they divide the layers.
+
+    Args:
+        add_options: adds the tool's options, --hf-checkpoint (or another flag for it) among them.
+
+    Raises:
+        ConfigError: flags that are unknown, contradict --hf-checkpoint, or ask for what does not exist.
+    """
+
+    def prepare(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        parser.prog, parser.description = os.path.basename(sys.argv[0]), description
+        parser.formatter_class = argparse.RawDescriptionHelpFormatter
+        add_options(parser)
+        parser.usage = None
+        own = parser.format_usage().removeprefix("usage: ").rstrip()
+        parser.usage = f"{own} [Megatron flag ...]"
+        return parser
+
+    _adopt_slurm_step()
+    groups = groups_in(arguments)
+    args = parse(
+        sys.argv[1:] if argv is None else argv,
+        groups,
+        read_engine=lambda tokens, known: EngineNamespace(rest=list(tokens)),
+        add_arguments=prepare,
+    )
+    whole = load_model_config(args.hf_checkpoint)
+    config = {**whole, **text_part(whole)}
+    if not (args.bf16 or args.fp16 or args.fp32):
+        dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+        args = with_values(args, **{_FLOATS.get(dtype, "bf16"): True})
+    # Rules of the trainer hold for tools too. They and the model's config read flags of the objective.
+    absent = {name: value for name, value in defaults_of(groups_in(algorithm_arguments)).items() if name not in args}
+    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    args = with_values(args, **absent, debug_rollout_only=False, world_size=num_ranks)
+    args = with_values(args, pipeline_model_parallel_size=_num_stages(from_args(ParallelArgs, args), num_ranks, config))
+    for step in argument_rules.STEPS:
+        step(args)
+    # A misspelled shape would be converted wrongly: here it is no warning as in a run.
+    problems = [f"{notice}." for notice in args.notices if notice.text.startswith(UNKNOWN)]
+    problems += unsupported_flags(args, groups)
+    for rule in argument_rules.RULES:
+        problems += rule(args)
+    if problems:
+        raise ConfigError(problems)
+    for notice in args.notices:
+        if notice.level == "warning":
+            print(notice, file=sys.stderr)
+    return args
+
+
+def _adopt_slurm_step() -> None:
+    """Make the tasks of ``srun`` the ranks, as those of torchrun.
+
+    Raises:
+        ConfigError: ``MASTER_ADDR`` does not name the node of the first task.
+    """
+    given = os.environ
+    if "WORLD_SIZE" in given or "SLURM_STEP_ID" not in given or int(given.get("SLURM_NTASKS", "1")) == 1:
+        return
+    if "MASTER_ADDR" not in given:
+        raise ConfigError(
+            f"srun started {given['SLURM_NTASKS']} tasks (SLURM_NTASKS), and each would convert alone: set MASTER_ADDR "
+            "to the node of the first task, or use torchrun."
+        )
+    given.update(RANK=given["SLURM_PROCID"], WORLD_SIZE=given["SLURM_NTASKS"], LOCAL_RANK=given["SLURM_LOCALID"])
+    given.setdefault("MASTER_PORT", _SLURM_PORT)
+
+
+def _num_stages(sizes: ParallelArgs, num_ranks: int, config: dict[str, Any]) -> int:
+    """As many pipeline stages as there are ranks, if they divide the layers and no flag chooses a layout."""
+    stages = sizes.pipeline_model_parallel_size
+    others = (sizes.tensor_model_parallel_size, sizes.context_parallel_size, sizes.expert_model_parallel_size)
+    if max(stages, *others) > 1:
+        return stages
+    stages = num_ranks
+    layers = int(config.get("num_hidden_layers") or 1)  # a rule reports a model without layers
+    while layers % stages or num_ranks % stages:
+        stages -= 1
+    return stages
+
+
+def _has_tower(flag: str, path: str) -> bool:
+    import torch
+
+    from slime.backends.training.damage import DAMAGE, unreadable
+
+    source = inspect_checkpoint(flag, path)
+    common = None if source is None else Path(source.directory) / "common.pt"
+    if common is None or not common.is_file():
+        return False  # load_torch_dist reports it
+    try:
+        # Unpickles objects: the file must be trusted.
+        content = torch.load(common, map_location="cpu", weights_only=False)
+    except DAMAGE as error:
+        assert source is not None, "it has a common.pt"
+        raise unreadable(source, error) from None
+    return bool(content.get("model_shape", {}).get("vision"))
+
+
+class OfflineModel:
+    """This process's part of the model that ``--hf-checkpoint`` describes, as a context manager.
+
+    Args:
+        reads: flag and path of the Megatron checkpoint to be read, which has a vision tower or has none.
+    """
+
+    def __init__(self, run: RunConfig, *, reads: tuple[str, str] | None = None) -> None:
+        self._run, self._hf_checkpoint = run, run.values["hf_checkpoint"]
+        with_vision = sees_media(run.args) or (reads is not None and _has_tower(*reads))
+        self.shape = read_shape(self._hf_checkpoint, with_vision=with_vision)
+        self._state: TrainState | None = None
+
+    def __enter__(self) -> OfflineModel:
+        if "WORLD_SIZE" not in os.environ:  # not started by torchrun: alone
+            os.environ.update(single_rank_environment())
+        install()
+        from slime.backends.megatron_utils.process_groups import init_distributed
+        from slime.backends.megatron_utils.setup import build_model_state
+
+        init_distributed(self._run[ParallelArgs], self._run[TrainerArgs])
+        self._state = build_model_state(self._run, self.shape)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        import torch.distributed as dist
+
+        self._state = None
+        if kind is None and dist.is_initialized():  # after an error the other ranks may not come to this point
+            from slime.backends.megatron_utils.process_groups import destroy_distributed
+
+            destroy_distributed()
+
+    @property
+    def is_main(self) -> bool:
+        return os.environ["RANK"] == "0"
+
+    def load_hf(self) -> None:
+        from slime.backends.megatron_utils.checkpoint.hf_weights import load_weights
+
+        load_weights(self._ready.model, self.shape, self._hf_checkpoint, "--hf-checkpoint")
+
+    def load_torch_dist(self, flag: str, path: str) -> Source:
+        """Weights of the checkpoint at ``path``: an iteration's directory, or one with a tracker file."""
+        from slime.backends.megatron_utils.checkpoint.state import load_model_weights
+        from slime.backends.training.damage import verify_source
+
+        source = inspect_checkpoint(flag, path)
+        if source is None or source.format != "torch_dist":
+            raise ConfigError(f"{flag} {path} is not a Megatron checkpoint.")
+        verify_source(source)
+        load_model_weights(self._ready.model, self.shape, source)
+        return source
+
+    def export(self) -> Iterator[NamedTensor]:
+        from slime.backends.megatron_utils.checkpoint.hf_weights import export_weights
+
+        return export_weights(self._ready.model, self.shape, layout_of=self._hf_checkpoint)
+
+    def save_release(self, root: str) -> None:
+        """Write ``<root>/release``, weights only."""
+        from slime.backends.megatron_utils.checkpoint.state import CheckpointContent
+        from slime.backends.megatron_utils.checkpoint.writer import CheckpointWriter
+
+        content = CheckpointContent(has_optimizer=False, has_rng=False)
+        CheckpointWriter(root).save(self._ready, self.shape, self._run.values, 0, content, name="release")
+
+    @property
+    def _ready(self) -> TrainState:
+        assert self._state is not None, "used outside its with block"
+        return self._state
+
 
 _PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
 

@@ -18,8 +18,7 @@ from slime.algorithms.arguments import DistillationArgs
 from slime.backends.megatron_utils.actor import MegatronTrainer
 from slime.backends.protocols import TRAINER_PARTS, TrainReport
 from slime.backends.training.checkpoint_source import Source
-from slime.backends.training.credit import add_credit
-from slime.backends.training.custom import CustomFunctions
+from slime.backends.training.credit import CustomFunctions, add_credit
 from slime.backends.training.loss import response_values
 from slime.backends.training.steps import rollout_report
 from slime.observability.profile_utils import timed

@@ -31,8 +31,7 @@ from slime.algorithms.ppo import value_loss
 from slime.algorithms.reduce import Reducer, Samples
 from slime.backends.megatron_utils.cp_utils import current_sharding, get_sum_of_sample_mean
 from slime.backends.training.context_parallel import gather_parts, held_spans, held_tokens
-from slime.backends.training.credit import add_credit
-from slime.backends.training.custom import CustomFunctions
+from slime.backends.training.credit import CustomFunctions, add_credit
 from slime.config.groups import from_args
 from slime.data.columns import SAMPLING_SETS
 from slime.data.engine_fields import FieldFlags

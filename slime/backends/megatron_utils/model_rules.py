@@ -13,12 +13,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from slime.config.plan.layout import PlanError, stage_layers
+from slime.config.plan.placement import PlanError, stage_layers
 from slime.hooks.load import can_be_called, load_function
 from slime.models.family import is_family_spec, is_vision_spec
-from slime.models.flags import SHAPE_FLAGS, SWITCHES, expand_layer_pattern
 from slime.models.hf_shape import read_shape
-from slime.models.shape import ModelShape
+from slime.models.shape import SHAPE_FLAGS, SWITCHES, ModelShape, expand_layer_pattern
 from slime.utils.errors import ConfigError
 
 _SEQ_LENGTH = 4096

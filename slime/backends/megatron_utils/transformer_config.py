@@ -11,7 +11,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from slime.backends.megatron_utils.arguments import ExpertArgs, ModelArgs
-from slime.backends.megatron_utils.precision_rules import has_te_attention, uses_transformer_engine
+from slime.backends.megatron_utils.optimizer_rules import has_te_attention, uses_transformer_engine
 from slime.backends.training.arguments import ParallelArgs, PluginArgs, PrecisionArgs
 from slime.config.groups import RunConfig
 from slime.models.hf_shape import read_shape

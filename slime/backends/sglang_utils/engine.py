@@ -26,7 +26,7 @@ from slime.backends.sglang_utils.engine_adapters import AdapterCalls
 from slime.backends.sglang_utils.server_process import Activity, NodeServer, OtherNode, StartProgress
 from slime.backends.sglang_utils.topology import WorkerType
 from slime.config.arguments import SyncArgs
-from slime.utils.deadline import Deadline, wait_until
+from slime.utils.async_utils import Deadline, wait_until
 from slime.utils.errors import DeadlineExceeded, EngineError, EngineSilent
 from slime.utils.net import url_host
 from slime.utils.process import log_tail

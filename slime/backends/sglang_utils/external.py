@@ -24,7 +24,7 @@ from slime.backends.sglang_utils.engine import EngineSpec, SGLangEngine
 from slime.backends.sglang_utils.feature_rules import problems_of_server
 from slime.backends.sglang_utils.topology import WorkerType
 from slime.config.arguments import SyncArgs
-from slime.utils.deadline import Deadline
+from slime.utils.async_utils import Deadline
 from slime.utils.errors import ConfigError, EngineError
 from slime.utils.net import url_host
 

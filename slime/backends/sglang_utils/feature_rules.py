@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from slime.backends.sglang_utils.topology import ModelSpec
-from slime.config import notices
+from slime.config import groups
 from slime.config.groups import from_args
 from slime.data.engine_fields import ADAPTER_NAME, FieldFlags
 from slime.models.config_json import read_model_config
@@ -62,7 +62,7 @@ def served_adapter(args: Namespace) -> Iterator[str]:
     """The engines can serve the adapter, and the user's ``--sglang-*`` flags do not contradict it."""
     config = LoraConfig.of(vars(args))
     if config is not None and args.debug_rollout_only:
-        notices.warn(args, "--lora-rank", "no effect with --debug-rollout-only: engines serve --hf-checkpoint")
+        groups.warn(args, "--lora-rank", "no effect with --debug-rollout-only: engines serve --hf-checkpoint")
     if config is None or not serves_adapter(args) or args.debug_train_only:
         return
     if args.sglang_quantization is not None or read_model_config(args.hf_checkpoint).get("quantization_config"):

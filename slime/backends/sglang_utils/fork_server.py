@@ -36,7 +36,7 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any, NoReturn
 
-from slime.utils.deadline import Deadline
+from slime.utils.async_utils import Deadline
 from slime.utils.errors import EngineError
 from slime.utils.process import GuardedProcess, kill_group, log_tail, watch_descriptor, watch_owner
 from slime.utils.torchvision_cpu import install as allow_torchvision_on_cpu

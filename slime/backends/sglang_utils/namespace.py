@@ -23,9 +23,8 @@ from slime.backends.sglang_utils.option_table import (
     router_options,
     server_options,
 )
-from slime.config.help_text import HINT, UNKNOWN
-from slime.config.notices import Notice
-from slime.config.parse import EngineNamespace
+from slime.config.groups import Notice
+from slime.config.parse import HINT, UNKNOWN, EngineNamespace
 from slime.utils.misc import flag
 
 _SERVER = "--sglang-"

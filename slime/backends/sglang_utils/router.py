@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import httpx
 
 from slime.backends.sglang_utils.option_table import EXTRA_POLICIES, ROUTER_DEFAULTS
-from slime.utils.deadline import Deadline, wait_until
+from slime.utils.async_utils import Deadline, wait_until
 from slime.utils.errors import ConfigError, EngineError, ProcessDied
 from slime.utils.net import claim_ports, is_port_free, url_host
 from slime.utils.process import GuardedProcess, log_tail, watch_owner

@@ -20,7 +20,7 @@ from slime.backends.sglang_utils.external import ONE_STAGE, ExternalEngineInfo, 
 from slime.backends.sglang_utils.feature_rules import adapter_of_model, drafts_on_cpu, experts_on_cpu, served_adapter
 from slime.backends.sglang_utils.option_table import ALIASES
 from slime.backends.sglang_utils.topology import ModelSpec, Topology, WorkerType, num_stages, topology_of
-from slime.config import notices
+from slime.config import groups
 from slime.config.groups import from_args
 from slime.data.engine_fields import FieldFlags
 from slime.models.config_json import read_model_config, text_part
@@ -44,7 +44,7 @@ def engine_width(args: Namespace) -> None:
         return
     args.rollout_num_gpus_per_engine = args.sglang_tp_size * args.sglang_pp_size
     args.given |= {"rollout_num_gpus_per_engine"}
-    notices.info(args, _WIDTH, f"{args.rollout_num_gpus_per_engine}, from --sglang-tp-size {args.sglang_tp_size}")
+    groups.info(args, _WIDTH, f"{args.rollout_num_gpus_per_engine}, from --sglang-tp-size {args.sglang_tp_size}")
 
 
 def engine_devices(args: Namespace) -> None:
@@ -55,7 +55,7 @@ def engine_devices(args: Namespace) -> None:
         args.rollout_num_gpus = topology_of(args).num_gpus
     except ConfigError:  # a rule reports it
         return
-    notices.info(args, "--rollout-num-gpus", f"{args.rollout_num_gpus}: all devices of --sglang-config")
+    groups.info(args, "--rollout-num-gpus", f"{args.rollout_num_gpus}: all devices of --sglang-config")
 
 
 def _parallel_sizes(args: Namespace) -> None:
@@ -79,7 +79,7 @@ def _num_engines(args: Namespace) -> None:
         return
     if args.rollout_external_engine_addrs is not None:
         if args.rollout_num_gpus is not None and "rollout_num_gpus" in args.given:
-            notices.warn(args, "--rollout-num-gpus", f"no effect: {_EXTERNAL} says which engines there are")
+            groups.warn(args, "--rollout-num-gpus", f"no effect: {_EXTERNAL} says which engines there are")
         args.rollout_num_engines = len(args.rollout_external_engine_addrs)
         args.rollout_num_gpus = args.rollout_num_engines * args.rollout_num_gpus_per_engine
     elif args.sglang_config is not None or args.prefill_num_servers is not None:
@@ -116,7 +116,7 @@ def _dtype(args: Namespace) -> None:
     stored = config.get("dtype") or config.get("torch_dtype")
     if stored not in (None, args.sglang_dtype):
         text = f"{args.sglang_dtype}, the trainer's precision; --hf-checkpoint says {stored}"
-        notices.info(args, "--sglang-dtype", text)
+        groups.info(args, "--sglang-dtype", text)
 
 
 def _start_limit(args: Namespace) -> None:
@@ -131,7 +131,7 @@ def _start_limit(args: Namespace) -> None:
     args.engine_start_timeout = max(START_TIMEOUT_S, _READY_S + num_bytes / _SLOW_BYTES_PER_S)
     if args.engine_start_timeout > START_TIMEOUT_S:
         text = f"{args.engine_start_timeout:.0f} s, to read {num_bytes / 1e12:.1f} TB"
-        notices.info(args, "--engine-start-timeout", text)
+        groups.info(args, "--engine-start-timeout", text)
 
 
 def _num_bytes(hf_checkpoint: str) -> int:
@@ -243,7 +243,7 @@ def _deployment(args: Namespace) -> Iterator[str]:
         yield from error.problems
         return
     for warning in topology.warnings:
-        notices.warn(args, "--sglang-config", warning)
+        groups.warn(args, "--sglang-config", warning)
     if args.rollout_num_gpus is not None and topology.num_gpus != args.rollout_num_gpus:
         yield (
             f"--sglang-config {args.sglang_config}: its groups have {topology.num_gpus} devices, --rollout-num-gpus is "
@@ -270,7 +270,7 @@ def _node_borders(args: Namespace, topology: Topology) -> Iterator[str]:
                 return
             if first + place.num_gpus > per_node >= place.num_gpus:
                 text = f"engine {place.rank} of model {name} would be on two nodes of --num-gpus-per-node {per_node}"
-                notices.warn(args, "--sglang-config", f"{text}, which does not work: put a placeholder before it")
+                groups.warn(args, "--sglang-config", f"{text}, which does not work: put a placeholder before it")
                 return
 
 

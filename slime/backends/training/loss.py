@@ -34,7 +34,7 @@ from slime.algorithms.ppo import value_loss
 from slime.algorithms.reduce import Samples, count_tokens
 from slime.algorithms.types import LossOutput
 from slime.backends.training.context_parallel import held_tokens
-from slime.backends.training.custom import CustomFunctions
+from slime.backends.training.credit import CustomFunctions
 from slime.backends.training.data import MicroBatch, RankPlace, TrainBatch
 from slime.data.columns import SAMPLING_SETS, USER_LOSS_VALUES
 

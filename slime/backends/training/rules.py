@@ -15,7 +15,7 @@ from slime.backends.training.arguments import CheckpointArgs
 from slime.backends.training.checkpoint_files import complete_iterations
 from slime.backends.training.checkpoint_source import Source, find_start, foreign
 from slime.backends.training.export_files import foreign_content, refusal
-from slime.config import notices
+from slime.config import groups
 from slime.config.groups import from_args
 from slime.models.hf_shape import read_shape
 from slime.models.lora import LoraConfig
@@ -61,17 +61,17 @@ def check_checkpoints(args: Namespace) -> list[str]:
     except ConfigError as error:
         return error.problems
     if (reason := nothing_left(args)) is not None:
-        notices.warn(args, "--num-rollout", reason)
+        groups.warn(args, "--num-rollout", reason)
     elif (last := resumed_from(args)) is not None and args.num_rollout and args.start_rollout_id is None:
         left = args.num_rollout - last.iteration - 1
-        notices.info(args, "--num-rollout", f"{last.directory} has {last.iteration + 1} of them, and {left} are left")
+        groups.info(args, "--num-rollout", f"{last.directory} has {last.iteration + 1} of them, and {left} are left")
     # realpath: one directory may be named in two ways
     is_own = (
         args.load is not None and args.save is not None and os.path.realpath(args.load) == os.path.realpath(args.save)
     )
     if args.save is not None and not is_own and (old := complete_iterations(Path(args.save))):
         text = f"{args.save} holds {old[-1].name} of another run, and this run replaces those of its own rollouts there"
-        notices.warn(args, "--save", f"{text}; --load {args.save} goes on with it, another --save leaves it alone")
+        groups.warn(args, "--save", f"{text}; --load {args.save} goes on with it, another --save leaves it alone")
     problem = foreign(source, args.train_backend)
     return [problem] if problem else []
 
@@ -154,7 +154,7 @@ def check_adapters(args: Namespace) -> Iterator[str]:
 def _warn_of_peft(args: Namespace, lora: LoraConfig, shape: ModelShape) -> None:
     mlps = {one.leaf for one in lora.targets(shape) if ".mlp." in one.rule.megatron and not one.rule.is_expert}
     if shape.moe is not None and mlps and not lora.merge:
-        notices.warn(
+        groups.warn(
             args,
             "--lora-target-modules",
             f"in most models with experts peft 0.21 takes {', '.join(sorted(mlps))} for names of routed experts, so "

@@ -31,8 +31,7 @@ from slime.backends.protocols import (
 from slime.backends.training.adapter_files import state_problems
 from slime.backends.training.arguments import CheckpointArgs, OptimizerArgs, PrecisionArgs
 from slime.backends.training.checkpoint_source import Source, find_reference, find_start, find_teacher, foreign
-from slime.backends.training.credit import add_credit, passes_needed
-from slime.backends.training.custom import CustomFunctions
+from slime.backends.training.credit import CustomFunctions, add_credit, passes_needed
 from slime.backends.training.damage import verify_source
 from slime.backends.training.data import MicroBatch, RankPlace, TrainBatch, forward_batch
 from slime.backends.training.loss import LossContext, Objective, response_log_probs

@@ -10,7 +10,7 @@ import math
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from slime.config.check import cluster, generation, objective, paths
+from slime.config.check import cluster, objective, paths
 from slime.config.groups import flag_of
 from slime.config.yaml_file import overwritten_keys
 from slime.utils.errors import SlimeError
@@ -102,8 +102,8 @@ RULES: tuple[Rule, ...] = (
     *NUMBER_RULES,
     *cluster.RULES,
     *cluster.BATCH_RULES,
-    *generation.RULES,
-    *objective.RULES,
+    *objective.GENERATION_RULES,
+    *objective.OBJECTIVE_RULES,
     *paths.CHECKPOINT_RULES,
     *paths.RULES,
     *paths.OVERLAP_RULES,

@@ -6,7 +6,7 @@ import math
 from argparse import Namespace
 from collections.abc import Iterator
 
-from slime.config import notices
+from slime.config import groups
 
 
 def _modes(args: Namespace) -> Iterator[str]:
@@ -53,16 +53,16 @@ def _drivers(args: Namespace) -> Iterator[str]:
     elif args.is_async and args.offload_rollout:
         yield "--offload-rollout does not work with train_async.py, whose engines work all the time: drop it."
     elif args.offload_rollout and not args.colocate:
-        notices.warn(args, "--offload-rollout", "no effect: without --colocate engines have devices of their own")
+        groups.warn(args, "--offload-rollout", "no effect: without --colocate engines have devices of their own")
     if args.offload_communicators and not args.offload_train:
-        notices.warn(args, "--offload-communicators", "no effect: the trainer stays on its devices (--offload-train)")
+        groups.warn(args, "--offload-communicators", "no effect: the trainer stays on its devices (--offload-train)")
     if args.is_async and args.true_on_policy_mode:
         yield "--true-on-policy-mode does not work with train_async.py, which generates ahead: use train.py."
     if not args.is_async and "async_buffer_size" in args.given:
-        notices.warn(args, f"--async-buffer-size {args.async_buffer_size}", "no effect: only train_async.py reads it")
+        groups.warn(args, f"--async-buffer-size {args.async_buffer_size}", "no effect: only train_async.py reads it")
     if args.is_async and 1 < args.update_weights_interval < args.async_buffer_size:
         text = f"weights lag behind by up to --async-buffer-size {args.async_buffer_size} rollouts anyway"
-        notices.info(args, f"--update-weights-interval {args.update_weights_interval}", text)
+        groups.info(args, f"--update-weights-interval {args.update_weights_interval}", text)
 
 
 def _weight_sync(args: Namespace) -> Iterator[str]:
@@ -122,7 +122,7 @@ def _steps(args: Namespace) -> Iterator[str]:
         )
     elif size >= 1 and (rest := samples - size * steps):
         text = f"{product}: the last {rest} samples of every rollout do not fill a step and are dropped"
-        notices.warn(args, f"--global-batch-size {size}", text)
+        groups.warn(args, f"--global-batch-size {size}", text)
 
 
 def _micro_batches(args: Namespace) -> Iterator[str]:
@@ -152,7 +152,7 @@ def _forward_passes(args: Namespace) -> Iterator[str]:
         return
     if not args.use_dynamic_batch_size:
         text = "no effect without --use-dynamic-batch-size: all passes have --micro-batch-size samples"
-        notices.warn(args, "--log-probs-max-tokens-per-gpu", text)
+        groups.warn(args, "--log-probs-max-tokens-per-gpu", text)
     elif args.use_routing_replay or args.use_rollout_routing_replay:
         yield (
             f"--log-probs-max-tokens-per-gpu {limit} gives passes micro-batches of their own, but --use-routing-replay "

@@ -9,7 +9,7 @@ from itertools import combinations
 from pathlib import Path
 
 from slime.algorithms.arguments import needs_reference
-from slime.config import notices
+from slime.config import groups
 from slime.config.groups import flag_of
 from slime.config.resolve.paths import PATH_FLAGS, UsedPath, used_paths
 
@@ -48,7 +48,7 @@ def _templates(args: Namespace) -> Iterator[str]:
         if len(texts) == 1 and name.startswith("save") and not is_once:
             what = "export" if name == "save_hf" else "rollout"
             text = f"{template} has no {{rollout_id}}: every {what} replaces the one before"
-            notices.warn(args, flag_of(name), text)
+            groups.warn(args, flag_of(name), text)
 
 
 def _replayed(args: Namespace) -> Iterator[str]:

@@ -6,8 +6,8 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from slime.config.plan.layout import Layout, number, read, stage_layers
 from slime.config.plan.memory import adapter_numbers, num_trainable, precision_of
+from slime.config.plan.placement import Layout, number, read, stage_layers
 from slime.models.config_json import read_model_config
 from slime.models.cost import Weight, layer_weights, model_weights, num_parameters
 from slime.models.shape import ModelShape

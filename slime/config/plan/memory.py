@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from slime.algorithms.arguments import CUDA_CHUNK_ROWS
-from slime.config.plan.layout import Layout, number, read, stage_layers
+from slime.config.plan.placement import Layout, number, read, stage_layers
 from slime.models.cost import Weight, gathered_keys, layer_activations, layer_weights, model_weights
 from slime.models.lora import LoraConfig
 from slime.models.shape import ModelShape

@@ -16,14 +16,12 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from slime.config.help_text import terminal_width
-from slime.config.plan.batch import BatchPlan
-from slime.config.plan.build import Plan
+from slime.config.parse import terminal_width
+from slime.config.plan.build import BatchPlan, Plan
+from slime.config.plan.devices import HostMemory
 from slime.config.plan.engine import LINKS, EngineMemory, WeightSync
-from slime.config.plan.host import HostMemory
-from slime.config.plan.layout import Layout
 from slime.config.plan.memory import StageMemory
-from slime.config.plan.placement import EngineGroup, NodePlan, Placement, Turn
+from slime.config.plan.placement import EngineGroup, Layout, NodePlan, Placement, Turn
 from slime.models.cost import num_active, num_parameters
 from slime.models.shape import ModelShape
 

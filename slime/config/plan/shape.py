@@ -11,13 +11,12 @@ from dataclasses import replace
 from typing import Any
 
 from slime.config.groups import flag_of
-from slime.config.plan.layout import PlanError, number, read
-from slime.models.config_json import MOST_LAYERS, read_model_config, text_part
+from slime.config.plan.placement import PlanError, number, read
+from slime.models.config_json import read_model_config, text_part
 from slime.models.cost import num_active, num_parameters, tower_parameters
-from slime.models.family import Family, families, is_vision_spec
-from slime.models.flags import SHAPE_FLAGS, expand_layer_pattern
+from slime.models.family import MOST_LAYERS, Family, families, is_vision_spec
 from slime.models.hf_shape import sizes_from_config
-from slime.models.shape import ModelShape, MoeShape
+from slime.models.shape import SHAPE_FLAGS, ModelShape, MoeShape, expand_layer_pattern
 
 _CONFIG_KEYS = {row.dest: row.key for row in SHAPE_FLAGS if row.key is not None}
 

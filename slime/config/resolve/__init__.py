@@ -1,12 +1,12 @@
 """Derived values: ordered steps, each with one subject. The only code that writes to ``args`` after parsing.
 
     paths        names, absolute paths, where weights come from and go to
-    cluster      modes, devices, offloading, environment variables of launch scripts
-    batches      batch sizes, length of the run, lengths, evaluation, rewards
+    cluster      modes, devices, offloading, environment variables of launch scripts; batch sizes, length of the run,
+                 lengths, evaluation, rewards
     objective    clipping, KL, normalization
 
 A step looks at local files at most. If it fills in a value that the user left open, it adds a notice
-(:mod:`slime.config.notices`): a warning if the command probably meant something else. Some defaults differ from
+(:mod:`slime.config.groups`): a warning if the command probably meant something else. Some defaults differ from
 Megatron's, so that older launch scripts keep working.
 
 Called by ``slime.ray.arguments``, which adds the steps that only other rooms know.
@@ -17,7 +17,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 
-from slime.config.resolve import batches, cluster, objective, paths
+from slime.config.resolve import cluster, objective, paths
 
 Step = Callable[[Namespace], None]
 
@@ -32,14 +32,14 @@ STEPS: tuple[Step, ...] = (
     cluster.offloading,
     cluster.devices,
     cluster.node_borders,
-    batches.rollout_batch,
-    batches.group_size,
-    batches.global_batch,
-    batches.micro_batch_budget,
-    batches.run_length,
-    batches.lengths,
-    batches.evaluation,
-    batches.reward_keys,
+    cluster.rollout_batch,
+    cluster.group_size,
+    cluster.global_batch,
+    cluster.micro_batch_budget,
+    cluster.run_length,
+    cluster.lengths,
+    cluster.evaluation,
+    cluster.reward_keys,
     objective.learning_rate,
     objective.clipping,
     objective.kl_estimator,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 
 from slime.algorithms.estimators import Estimator, find_estimator
-from slime.config import notices
+from slime.config import groups
 from slime.config.groups import flag_of
 from slime.utils import accelerator
 
@@ -20,37 +20,37 @@ def clipping(args: Namespace) -> None:
             f"{estimator.name} cuts off small ratios too; its paper uses {estimator.paper_eps_clip:g} here and a large "
         )
         text += "--eps-clip-high"
-        notices.warn(args, f"--eps-clip {args.eps_clip}", text)
+        groups.warn(args, f"--eps-clip {args.eps_clip}", text)
     if args.tis_threshold is not None and "tis_clip" not in args.given:
         args.tis_clip = args.tis_threshold
         if not args.use_tis:
-            notices.warn(args, f"--tis-threshold {args.tis_threshold}", "no effect without --use-tis")
+            groups.warn(args, f"--tis-threshold {args.tis_threshold}", "no effect without --use-tis")
         if args.tis_threshold < 1:
             text = "a cap below 1 makes every weight smaller than 1, also where trainer and engine agree"
-            notices.info(args, f"--tis-threshold {args.tis_threshold}", text)
+            groups.info(args, f"--tis-threshold {args.tis_threshold}", text)
 
 
 def learning_rate(args: Namespace) -> None:
     if "lr" not in args.given and not args.debug_rollout_only:
         text = f"not given: {args.lr:g}, which suits models of billions of parameters. Small ones need more"
-        notices.info(args, "--lr", text)
+        groups.info(args, "--lr", text)
 
 
 def kl_estimator(args: Namespace) -> None:
     if args.use_kl_loss and args.kl_loss_coef != 0 and "kl_loss_type" not in args.given:
         text = "not given: k1, whose gradient is zero in expectation as a loss; use k2 or low_var_kl"
-        notices.warn(args, "--kl-loss-type", text)
+        groups.warn(args, "--kl-loss-type", text)
     estimator = find_estimator(args.advantage_estimator)
     is_read = estimator.has_kl_in_rewards or args.custom_advantage_function_path is not None
     if args.kl_coef != 0 and not is_read:
         text = f"{args.kl_coef} has no effect with --advantage-estimator {args.advantage_estimator}; use --use-kl-loss"
-        notices.warn(args, "--kl-coef", text)
+        groups.warn(args, "--kl-coef", text)
     if args.kl_coef != 0 and estimator.needs_critic and args.lambd < 1:
         text = "the critic learns the task's reward alone: advantages miss the penalty of tokens beyond --lambd's reach"
-        notices.info(args, "--kl-coef", text)
+        groups.info(args, "--kl-coef", text)
     if args.gae_trained_tokens_only and not estimator.needs_critic:
         text = f"no effect with --advantage-estimator {args.advantage_estimator}"
-        notices.warn(args, "--gae-trained-tokens-only", text)
+        groups.warn(args, "--gae-trained-tokens-only", text)
 
 
 def unread(args: Namespace) -> None:
@@ -73,12 +73,12 @@ def unread(args: Namespace) -> None:
     for names, is_on, switch in needed:
         for name in names.split():
             if name in args.given and vars(args)[name] and not is_on:
-                notices.warn(args, flag_of(name), f"no effect without {switch}")
+                groups.warn(args, flag_of(name), f"no effect without {switch}")
     if args.loss_type != "sft_loss":
         return
     for name in ("use_kl_loss", "kl_coef", "entropy_coef", "use_tis", "use_opsm", "use_opd"):
         if vars(args)[name]:
-            notices.warn(args, flag_of(name), "no effect with --loss-type sft_loss")
+            groups.warn(args, flag_of(name), "no effect with --loss-type sft_loss")
 
 
 def group_normalization(args: Namespace) -> None:
@@ -98,7 +98,7 @@ def true_on_policy(args: Namespace) -> None:
         # Both: engines parse ``sglang_argv``, and slime reads the attribute.
         args.sglang_enable_deterministic_inference = True
         args.sglang_argv = [*args.sglang_argv, "--enable-deterministic-inference"]
-        notices.info(args, "--sglang-enable-deterministic-inference", "on, because of --true-on-policy-mode")
+        groups.info(args, "--sglang-enable-deterministic-inference", "on, because of --true-on-policy-mode")
 
 
 def routing_replay(args: Namespace) -> None:
@@ -111,19 +111,19 @@ def recomputation(args: Namespace) -> None:
     """Derive Megatron's recomputation. --gradient-checkpointing means full recomputation of every layer."""
     if args.recompute_granularity == "full" and args.recompute_method is None:
         args.recompute_method = "uniform"
-        notices.info(args, "--recompute-method", "uniform: --recompute-granularity full does not say which layers")
+        groups.info(args, "--recompute-method", "uniform: --recompute-granularity full does not say which layers")
     if (
         args.recompute_granularity == "full"
         and args.recompute_method == "uniform"
         and args.recompute_num_layers is None
     ):
         args.recompute_num_layers = 1
-        notices.info(args, "--recompute-num-layers", "1: every layer is a recompute unit")
+        groups.info(args, "--recompute-num-layers", "1: every layer is a recompute unit")
     if not args.gradient_checkpointing:
         return
     own = sorted(name for name in args.given if name.startswith("recompute_"))
     if own:
         flags = ", ".join(map(flag_of, own))
-        notices.info(args, "--gradient-checkpointing", f"{flags} decide what is recomputed")
+        groups.info(args, "--gradient-checkpointing", f"{flags} decide what is recomputed")
         return
     args.recompute_granularity, args.recompute_method, args.recompute_num_layers = "full", "uniform", 1

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from slime.algorithms.arguments import needs_reference
-from slime.config import notices
+from slime.config import groups
 from slime.config.groups import flag_of
 from slime.utils.errors import ConfigError
 from slime.utils.prompt_sources import absolute_source, format_sources, parse_path, parse_sources
@@ -98,7 +98,7 @@ def debug_dumps(args: Namespace) -> None:
     for name, folder in (("save_debug_rollout_data", "rollout_data"), ("save_debug_train_data", "train_data")):
         template = os.path.join(args.dump_details, folder, "{rollout_id}.pt")
         if vars(args)[name] is not None:
-            notices.warn(args, flag_of(name), f"--dump-details decides: dumps go to {template}")
+            groups.warn(args, flag_of(name), f"--dump-details decides: dumps go to {template}")
         setattr(args, name, template)
 
 
@@ -110,7 +110,7 @@ _TRACKER = "latest_checkpointed_iteration.txt"
 def saving(args: Namespace) -> None:
     if args.save_interval is not None and args.save is None:
         args.save, why = _default_save(args)
-        notices.warn(args, "--save", f"not given, but --save-interval is: checkpoints go to {args.save}{why}")
+        groups.warn(args, "--save", f"not given, but --save-interval is: checkpoints go to {args.save}{why}")
     if args.release_train:
         reason = "1, because --release-train starts every step from a checkpoint"
         for flag, name in (
@@ -118,7 +118,7 @@ def saving(args: Namespace) -> None:
             ("--update-weights-interval", "update_weights_interval"),
         ):
             if vars(args)[name] != 1:
-                (notices.warn if name in args.given else notices.info)(args, flag, reason)
+                (groups.warn if name in args.given else groups.info)(args, flag, reason)
                 setattr(args, name, 1)
 
 
@@ -142,7 +142,7 @@ def initial_weights(args: Namespace) -> None:
     if args.load is None or not _holds_checkpoint(args.load):
         text = f"{args.load} holds no checkpoint yet: weights come from --initial-megatron-checkpoint {initial}"
         if args.load is not None:
-            notices.info(args, "--load", text)
+            groups.info(args, "--load", text)
         args.load = initial
         # Weights only: optimizer, random state and iteration are those of another run.
         args.finetune = args.no_load_optim = args.no_load_rng = True
@@ -159,13 +159,13 @@ def reference(args: Namespace) -> None:
     if args.load is not None and args.load != args.save and _holds_checkpoint(args.load):
         args.ref_load = args.load
         args.ref_ckpt_step = args.ckpt_step if args.ref_ckpt_step is None else args.ref_ckpt_step
-        notices.info(args, "--ref-load", f"not given: the reference model is the one in --load {args.load}")
+        groups.info(args, "--ref-load", f"not given: the reference model is the one in --load {args.load}")
     elif args.pretrained_checkpoint is not None:
         args.ref_load = args.pretrained_checkpoint
-        notices.info(args, "--ref-load", f"not given: the reference model is --pretrained-checkpoint {args.ref_load}")
+        groups.info(args, "--ref-load", f"not given: the reference model is --pretrained-checkpoint {args.ref_load}")
     elif args.hf_checkpoint is not None:
         args.ref_load = args.hf_checkpoint
-        notices.info(args, "--ref-load", f"not given: the reference model is --hf-checkpoint {args.hf_checkpoint}")
+        groups.info(args, "--ref-load", f"not given: the reference model is --hf-checkpoint {args.hf_checkpoint}")
 
 
 def _holds_checkpoint(path: str) -> bool:

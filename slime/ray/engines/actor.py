@@ -27,12 +27,7 @@ from slime.backends.sglang_utils.engine import EngineSpec, SGLangEngine
 from slime.backends.sglang_utils.engine_adapters import StagedAdapter
 from slime.backends.sglang_utils.external import ExternalEngine, ExternalEngineInfo, engine_info, get_server_info
 from slime.backends.sglang_utils.server_args import build_argv, server_env
-from slime.backends.sglang_utils.server_process import (
-    Activity,
-    ForkAddress,
-    NodeServer,
-    is_shutting_down,
-)
+from slime.backends.sglang_utils.server_process import Activity, ForkAddress, NodeServer, is_shutting_down
 from slime.backends.sglang_utils.topology import EnginePlace, WorkerType
 from slime.observability.logging_utils import configure_logger
 from slime.ray.engines.preloading import engine_log_directory
@@ -41,8 +36,7 @@ from slime.ray.watch.failure_report import message_of
 from slime.ray.watch.heartbeat import register_process
 from slime.ray.watch.waiting import get
 from slime.utils import accelerator
-from slime.utils.async_utils import call_in_thread, run
-from slime.utils.deadline import Deadline
+from slime.utils.async_utils import Deadline, call_in_thread, run
 from slime.utils.errors import DeadlineExceeded, SlimeError
 from slime.utils.net import PortClaim, claim_ports, url_host
 from slime.utils.process import log_tail

@@ -40,7 +40,7 @@ from slime.backends.sglang_utils.fork_server import (
     redirect_output,
     serve,
 )
-from slime.config.help_text import asked_help
+from slime.config.parse import asked_help
 from slime.ray.run.worker_launcher import WORKER_FORKS, differing
 from slime.utils import accelerator
 from slime.utils.errors import EngineError

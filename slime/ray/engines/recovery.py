@@ -23,7 +23,7 @@ from slime.ray.engines.servers import RolloutServers
 from slime.ray.train_actor import SyncReport
 from slime.ray.watch.failure_report import message_of
 from slime.ray.watch.waiting import get
-from slime.utils.deadline import Deadline
+from slime.utils.async_utils import Deadline
 from slime.weight_sync.probe import verify_adapter, verify_canary
 
 logger = logging.getLogger(__name__)

@@ -38,7 +38,7 @@ from slime.ray.placement_group import GpuSlots, check_room, release_placement_gr
 from slime.ray.run.cluster import NOSET_VISIBLE_DEVICES, node_address, slot_layout, worker_env
 from slime.ray.run.device_handoff import engines_share_devices
 from slime.utils import accelerator
-from slime.utils.deadline import Deadline
+from slime.utils.async_utils import Deadline
 from slime.utils.errors import ConfigError, EngineError, undone
 
 logger = logging.getLogger(__name__)

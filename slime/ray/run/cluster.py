@@ -38,11 +38,11 @@ from slime.ray.engines.preloading import (
 from slime.ray.run import worker_launcher
 from slime.ray.run.worker_logs import followed, received
 from slime.utils import accelerator
-from slime.utils.deadline import Deadline
+from slime.utils.async_utils import Deadline
 from slime.utils.errors import ConfigError, StartFailed, kept
+from slime.utils.files import scratch_folder
 from slime.utils.process import has_ended
 from slime.utils.reaper import reap, start_reaper, with_their_children
-from slime.utils.scratch import scratch_folder
 
 # Makes Ray leave all devices visible: slime picks the device of each process from its slot.
 NOSET_VISIBLE_DEVICES = {

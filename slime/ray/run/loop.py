@@ -35,7 +35,7 @@ from slime.ray.run.prefetch import PrefetchedRollouts
 from slime.ray.shards import RolloutResult
 from slime.ray.watch.progress import CurrentPhases, Progress, phase
 from slime.ray.watch.waiting import get, raise_if_dead, warned
-from slime.utils.deadline import acknowledge
+from slime.utils.async_utils import acknowledge
 from slime.utils.errors import SlimeError
 from slime.utils.misc import should_run_periodic_action
 

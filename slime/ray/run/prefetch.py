@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Generic, TypeVar
 
-from slime.utils.deadline import Deadline
+from slime.utils.async_utils import Deadline
 
 T = TypeVar("T")
 

@@ -25,7 +25,7 @@ from slime.observability.arguments import WandbArgs
 from slime.observability.run_log import RUN_LOG
 from slime.ray.watch.failure_report import message_of
 from slime.rollout.arguments import GenerationArgs
-from slime.utils.deadline import Interrupted, interruptible
+from slime.utils.async_utils import Interrupted, interruptible
 from slime.utils.errors import ConfigError, ProcessDied, StartFailed
 
 logger = logging.getLogger(__name__)

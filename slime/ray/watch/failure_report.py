@@ -32,7 +32,7 @@ from ray.exceptions import ObjectStoreFullError, OutOfDiskError, RayActorError, 
 
 from slime.observability.run_log import RUN_LOG
 from slime.ray.watch.heartbeat import STACK_SIGNAL, ProcessInfo, myself, process_of, processes_of
-from slime.utils.deadline import Deadline
+from slime.utils.async_utils import Deadline
 from slime.utils.errors import DeadlineExceeded, ProcessDied, SlimeError, reported
 from slime.utils.process import log_tail, tail
 

@@ -26,7 +26,7 @@ import psutil
 import ray
 from ray.exceptions import RayError
 
-from slime.utils.deadline import raise_if_interrupted
+from slime.utils.async_utils import raise_if_interrupted
 from slime.utils.files import replacing
 
 PROGRESS = "progress.json"

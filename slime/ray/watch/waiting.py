@@ -21,7 +21,7 @@ from slime.ray.watch.failure_report import (
     timeout_report,
 )
 from slime.ray.watch.heartbeat import HeartbeatWatch, WorkReport, processes_of
-from slime.utils.deadline import Deadline, raise_if_interrupted
+from slime.utils.async_utils import Deadline, raise_if_interrupted
 from slime.utils.errors import SlimeError, reported
 
 logger = logging.getLogger(__name__)

@@ -34,7 +34,6 @@ from slime.rollout.arguments import RewardModelArgs
 from slime.rollout.base_types import complete_args
 from slime.rollout.failures import failed_reward, give_up, is_given_up, traced_copy
 from slime.rollout.rm_hub.grader_pool import LONGEST_CALL_S, grade_limit
-from slime.rollout.rm_hub.math_dapo_utils import compute_score as compute_score_dapo
 from slime.rollout.rm_hub.math_utils import extract_answer, grade_answer_verl
 from slime.rollout.rm_hub.rules import (
     ANSWER_KEYS,
@@ -44,6 +43,7 @@ from slime.rollout.rm_hub.rules import (
     grade_ifbench,
     grade_math_verify,
 )
+from slime.rollout.rm_hub.rules import compute_score as compute_score_dapo
 from slime.utils.async_utils import Slots, call_user, is_async
 from slime.utils.errors import DataError, RequestRefused, ScoringError
 from slime.utils.http_utils import post

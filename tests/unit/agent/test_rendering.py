@@ -10,7 +10,7 @@ import pytest
 from slime.agent.parsing import END_OF_THOUGHT
 from slime.agent.rendering import TurnRenderer, history
 from slime.agent.trajectory import Message, TrajectoryManager, TurnRecord
-from slime.data.chat import load_tokenizer, render_chat, tokenize_chat
+from slime.data.processing import load_tokenizer, render_chat, tokenize_chat
 from slime.data.sample import Sample
 from tests.unit.data.qwen_templates import QWEN2_5, QWEN3, make_tokenizer
 

@@ -15,8 +15,7 @@ from slime.algorithms.estimators import ESTIMATORS, Estimator, default_estimator
 from slime.algorithms.policy_loss import PolicyTokens, policy_loss
 from slime.algorithms.reduce import Samples
 from slime.algorithms.types import Credit, CreditData, Ragged
-from slime.backends.training.credit import add_credit
-from slime.backends.training.custom import CustomFunctions
+from slime.backends.training.credit import CustomFunctions, add_credit
 from slime.batch.compile import compile_train_data
 from slime.batch.rewards import RewardArgs
 from slime.config.plan.build import build

@@ -13,7 +13,7 @@ import pytest
 
 import slime
 from slime.api import RunRecord, command_line
-from slime.config.notices import Notice
+from slime.config.groups import Notice
 from slime.data.sample import Sample
 from slime.observability.run_info import write_run_info
 from slime.observability.sample_record import record_rollout

@@ -12,7 +12,7 @@ import pytest
 
 from slime.batch.compile import compile_train_data, fill_rollout_ids, rollout_mask_sums
 from slime.batch.rewards import RewardArgs, SignalWatch, group_keys, normalize_by_group
-from slime.config.resolve.batches import is_group_relative
+from slime.config.resolve.cluster import is_group_relative
 from slime.data.columns import COLUMNS
 from slime.data.sample import Sample
 from slime.utils.errors import DataError

@@ -19,10 +19,9 @@ from benchmarks.made_run import make_run
 from slime.board import board
 from slime.board import runs as runs_module
 from slime.board.curves import MetricFile, thin
-from slime.board.run_data import RunData, SampleQuery
+from slime.board.run_data import RunData, SampleQuery, TokenTexts, without_common
 from slime.board.runs import Runs, summary
 from slime.board.server import STATIC, make_app
-from slime.board.texts import TokenTexts, without_common
 from slime.cli import main
 from slime.data.sample import Sample
 from slime.observability.metric_table import describe

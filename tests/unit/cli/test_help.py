@@ -14,8 +14,7 @@ import pytest
 from setuptools import find_namespace_packages
 
 from slime.cli import COMMANDS, main, quiet_if_unread
-from slime.config.help_text import MOST_USED
-from slime.config.parse import build_parser
+from slime.config.parse import MOST_USED, build_parser
 from slime.ray.arguments import GROUPS, parse_only
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from slime.config.arguments import CommandArgs
-from slime.config.help_text import nearest_flag
-from slime.config.parse import EngineNamespace
+from slime.config.parse import EngineNamespace, nearest_flag
 from slime.config.parse import parse as parse_argv
 from slime.utils.errors import ConfigError
 

@@ -9,12 +9,9 @@ from typing import Any
 
 import pytest
 
-from slime.config.notices import Notice
-from slime.config.plan.batch import plan_batch
-from slime.config.plan.build import SCHEMA, Plan, build
-from slime.config.plan.files import plan_files
-from slime.config.plan.layout import PlanError, read_layout
-from slime.config.plan.placement import Placement, plan_placement
+from slime.config.groups import Notice
+from slime.config.plan.build import SCHEMA, Plan, build, plan_batch, plan_files
+from slime.config.plan.placement import Placement, PlanError, plan_placement, read_layout
 from slime.config.plan.render import count, render, size
 from slime.config.plan.shape import read_shape
 from slime.models.cost import num_parameters

@@ -11,8 +11,8 @@ import torch
 import transformers
 
 from slime.backends.megatron_utils.actor import MegatronTrainer
-from slime.config.plan.layout import read_layout
 from slime.config.plan.memory import stage_memory
+from slime.config.plan.placement import read_layout
 from slime.config.plan.shape import read_shape
 from slime.models.cost import layer_activations
 from tests.unit.megatron_utils.test_trainer_numerics import schedule

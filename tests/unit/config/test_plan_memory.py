@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 from slime.config.plan import memory as plan_memory
+from slime.config.plan.devices import host_memory
 from slime.config.plan.engine import ASSUMED_FRACTION, LINKS, count_buckets, engine_memory, weight_sync
-from slime.config.plan.host import host_memory
-from slime.config.plan.layout import Layout, PlanError, read_layout, stage_layers
 from slime.config.plan.memory import StageMemory, precision_of, stage_memory, tokens_per_micro_batch
-from slime.config.plan.placement import plan_placement
+from slime.config.plan.placement import Layout, PlanError, plan_placement, read_layout, stage_layers
 from slime.config.plan.shape import read_shape
 from slime.models.cost import Weight
 from tests.unit.config.plan_args import plan_args

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from slime.config.plan.layout import PlanError
+from slime.config.plan.placement import PlanError
 from slime.config.plan.shape import read_shape
 from slime.models.cost import flops_of_length, num_active, num_parameters, tower_parameters
 from slime.models.shape import SparseShape

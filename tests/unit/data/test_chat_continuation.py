@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slime.data.chat import load_tokenizer, render_chat, render_continuation
+from slime.data.processing import load_tokenizer, render_chat, render_continuation
 from slime.utils.errors import DataError
 
 NEXT = [{"role": "user", "content": "no."}]

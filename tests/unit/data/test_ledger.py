@@ -10,8 +10,17 @@ from pathlib import Path
 import pytest
 
 from slime.cli import main
-from slime.data.ledger import LEDGER, Audit, Ledger, audit, format_numbers, parse_numbers, read_ledger
-from slime.doctor.ledger import examine_ledger, find_ledger
+from slime.data.ledger import (
+    LEDGER,
+    Audit,
+    Ledger,
+    audit,
+    examine_ledger,
+    find_ledger,
+    format_numbers,
+    parse_numbers,
+    read_ledger,
+)
 from slime.utils.errors import DataError
 
 

@@ -4,8 +4,8 @@ import copy
 
 import pytest
 
-from slime.data.chat import load_tokenizer
 from slime.data.loss_masks import MultiTurnLossMaskGenerator, get_response_lengths
+from slime.data.processing import load_tokenizer
 from slime.utils.errors import DataError
 from tests.unit.data.qwen_templates import QWEN2_5, QWEN3, make_tokenizer
 

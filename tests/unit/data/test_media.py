@@ -11,8 +11,14 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from slime.data.chat import load_tokenizer
-from slime.data.media import expand_media, load_processor, media_from_state, media_to_state, process_vision_info
+from slime.data.processing import (
+    expand_media,
+    load_processor,
+    load_tokenizer,
+    media_from_state,
+    media_to_state,
+    process_vision_info,
+)
 from slime.data.prompts import Dataset, filter_long_prompt
 from slime.data.sample import Sample
 from slime.rollout import sglang_rollout

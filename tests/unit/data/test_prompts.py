@@ -8,7 +8,7 @@ from decimal import Decimal
 
 import pytest
 
-from slime.data.chat import load_tokenizer
+from slime.data.processing import load_tokenizer
 from slime.data.prompts import Dataset, filter_long_prompt
 from slime.data.rows import check_prompt_file, read_file
 from slime.data.sample import Sample

@@ -13,8 +13,8 @@ from typing import Any
 import huggingface_hub
 import pytest
 
-from slime.config.plan.batch import plan_batch
-from slime.config.plan.layout import read_layout
+from slime.config.plan.build import plan_batch
+from slime.config.plan.placement import read_layout
 from slime.data import rows
 from slime.data.rows import check_prompt_file, identity, read_file
 from slime.data.sample import Sample

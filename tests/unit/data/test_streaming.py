@@ -18,7 +18,7 @@ from slime.data.prepare import PromptMaker, prepare
 from slime.data.prompts import Dataset, StreamingDataset, open_prompts, shuffled
 from slime.data.sample import Sample
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
-from slime.utils.deadline import Deadline, wait_until
+from slime.utils.async_utils import Deadline, wait_until
 from slime.utils.errors import DataError
 from tests.unit.config.tiny_command import make_command
 from tests.unit.data.plain_tokenizer import PlainTokenizer

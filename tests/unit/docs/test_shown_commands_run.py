@@ -22,7 +22,7 @@ import pytest
 
 from slime.cli import main
 from slime.utils import async_utils
-from slime.utils.deadline import Deadline, wait_until
+from slime.utils.async_utils import Deadline, wait_until
 from slime.utils.net import free_port
 from tests.doc_commands import ROOT, census
 from tests.programs import forked_python, wait_and_fork

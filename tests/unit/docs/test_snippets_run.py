@@ -15,7 +15,7 @@ import pytest
 
 import slime
 from slime.api import command_line
-from slime.data.chat import load_tokenizer
+from slime.data.processing import load_tokenizer
 from slime.data.sample import Sample
 from slime.doctor.environment_play import Script, play
 from slime.environments import load

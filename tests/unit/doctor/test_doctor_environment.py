@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from slime.config.plan import host
+from slime.config.plan import devices
 from slime.doctor import Finding, Situation, command_checks, machine_checks
 from tests.unit.config.plan_args import plan_args
 from tools.make_tiny_task import TinyTask
@@ -210,7 +210,7 @@ def test_a_trainer_process_is_as_large_as_the_doctor_assumes() -> None:
     done = subprocess.run(
         [sys.executable, "-c", f"{megatron}; {code}"], capture_output=True, text=True, timeout=300, check=True
     )
-    assert 0.4 < int(done.stdout) / host._RANK_BYTES < 2
+    assert 0.4 < int(done.stdout) / devices._RANK_BYTES < 2
 
 
 def test_few_open_files_fail(monkeypatch: pytest.MonkeyPatch) -> None:

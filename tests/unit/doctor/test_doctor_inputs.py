@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from slime.cli import main
-from slime.config.notices import Notice
+from slime.config.groups import Notice
 from slime.data.prompts import Dataset
 from slime.doctor import Finding, Situation, command_checks
 from slime.doctor.run import examine, exit_status, render, render_json

@@ -18,7 +18,7 @@ import torch
 from slime.cli import main
 from slime.doctor import gpu_check, gpu_kernels
 from slime.utils import accelerator
-from slime.utils.accelerator.devices import CPUAccelerator, CUDAAccelerator
+from slime.utils.accelerator import CPUAccelerator, CUDAAccelerator
 
 ROOT = Path(__file__).parents[3]
 BARE = Path(__file__).parent / "bare_machine"

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from slime.backends.training.data import TrainBatch
 from slime.config.plan.engine import weight_sync
-from slime.config.plan.layout import read_layout
 from slime.config.plan.memory import stage_memory
+from slime.config.plan.placement import read_layout
 from slime.config.plan.shape import read_shape
 from slime.utils.errors import ConfigError, SlimeError
 from tests.unit.fsdp_utils.test_fsdp_trainer import _trained, _trainer, _two_steps

@@ -11,7 +11,7 @@ import pytest
 
 from slime.backends.megatron_utils import arguments
 from slime.backends.megatron_utils.argument_rules import RULES, STEPS
-from slime.backends.megatron_utils.precision_rules import low_precision_here
+from slime.backends.megatron_utils.optimizer_rules import low_precision_here
 from slime.config.groups import flags_of, groups_in
 from slime.utils import accelerator
 from slime.utils.errors import ConfigError

@@ -15,7 +15,7 @@ import torch
 from slime.backends.megatron_utils import precision
 from slime.backends.megatron_utils.actor import MegatronTrainer
 from slime.backends.megatron_utils.model.experts import multiply
-from slime.backends.megatron_utils.precision_rules import low_precision_here
+from slime.backends.megatron_utils.optimizer_rules import low_precision_here
 from slime.utils import accelerator
 from slime.utils.errors import ConfigError
 from tests.unit.megatron_utils.command_lines import problems_of, resolved, write_config

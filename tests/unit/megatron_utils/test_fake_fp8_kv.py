@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from slime.backends.megatron_utils.actor import MegatronTrainer
-from slime.backends.megatron_utils.precision_rules import fake_quantization, kv_fp8
+from slime.backends.megatron_utils.optimizer_rules import fake_quantization, kv_fp8
 from slime.backends.training.data import TrainBatch
 from tests.unit.megatron_utils.tiny_families import make_family_checkpoint
 from tests.unit.megatron_utils.tiny_trainer import make_args, make_batch

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from slime.backends.megatron_utils.actor import MegatronTrainer
-from slime.backends.megatron_utils.precision_rules import fake_quantization, int4
+from slime.backends.megatron_utils.optimizer_rules import fake_quantization, int4
 from slime.backends.training.data import TrainBatch
 from slime.backends.training.hf_files import TensorReader
 from slime.utils.errors import ConfigError

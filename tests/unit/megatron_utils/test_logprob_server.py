@@ -12,13 +12,13 @@ from typing import Any
 import aiohttp
 import pytest
 
-from slime.backends.megatron_utils.server.app import ServedModel, make_app, serving, warm_up
 from slime.backends.megatron_utils.server.arguments import (
     TeacherServerArgs,
     add_megatron_server_arguments,
     configure_megatron_server_args,
     validate_megatron_server_args,
 )
+from slime.backends.megatron_utils.server.megatron_server import ServedModel, make_app, serving, warm_up
 from slime.backends.megatron_utils.server.queue import (
     RoundSettings,
     Score,

@@ -12,8 +12,7 @@ import torch
 from slime.algorithms.arguments import AlgorithmArgs, DistillationArgs
 from slime.backends.megatron_utils.actor import MegatronTrainer
 from slime.backends.megatron_utils.loss import compute_advantages_and_returns
-from slime.backends.training.credit import Passes, add_credit, passes_needed
-from slime.backends.training.custom import CustomFunctions
+from slime.backends.training.credit import CustomFunctions, Passes, add_credit, passes_needed
 from slime.utils.errors import ConfigError, DataError, SlimeError
 from tests.unit.megatron_utils.tiny_trainer import make_args, make_batch, make_hf_model, schedule
 

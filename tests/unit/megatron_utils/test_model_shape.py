@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from slime.models.flags import expand_layer_pattern
+from slime.models.shape import expand_layer_pattern
 from tests.unit.megatron_utils.command_lines import problems_of, resolved, write_config
 from tests.unit.megatron_utils.hub_models import (
     DEEPSEEK_V3,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.backends.megatron_utils.offline import read_options
+from slime.backends.megatron_utils.conversion import read_options
 from slime.utils.errors import ConfigError
 
 _TEXT = {

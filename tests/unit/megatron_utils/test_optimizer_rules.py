@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from slime.backends.megatron_utils.precision_rules import low_precision_here
+from slime.backends.megatron_utils.optimizer_rules import low_precision_here
 from slime.utils import accelerator
 from tests.unit.megatron_utils.command_lines import problems_of, resolved, write_config
 from tests.unit.megatron_utils.hub_models import QWEN3_4B, QWEN3_30B

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("trainer_rank")
 
 @pytest.mark.parametrize("shape", [(7,), (4, 5), (3, 2, 4), (1, 1, 6), (2, 1, 3)])
 def test_the_boxes_of_a_range_hold_its_numbers_in_their_order(shape: tuple[int, ...]) -> None:
-    from slime.backends.megatron_utils.checkpoint.slices import boxes
+    from slime.backends.megatron_utils.checkpoint.shard_files import boxes
 
     numel = math.prod(shape)
     whole = torch.arange(numel).view(shape)
@@ -28,7 +28,7 @@ def test_the_boxes_of_a_range_hold_its_numbers_in_their_order(shape: tuple[int, 
 def test_a_range_of_a_fused_parameter_goes_to_the_parts_that_the_checkpoint_has(axis: int) -> None:
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
-    from slime.backends.megatron_utils.checkpoint.slices import _boxes_of
+    from slime.backends.megatron_utils.checkpoint.shard_files import _boxes_of
 
     parameter = torch.arange(24.0).view(4, 6)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from slime.algorithms import logprobs
-from slime.backends.megatron_utils.precision_rules import has_te_attention
+from slime.backends.megatron_utils.optimizer_rules import has_te_attention
 from slime.backends.megatron_utils.transformer_config import transformer_config_kwargs
 from slime.backends.protocols import weights_dtype
 from slime.config.groups import RunConfig

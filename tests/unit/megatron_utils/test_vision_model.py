@@ -201,7 +201,7 @@ def test_the_provider_of_a_launch_script_builds_the_tower(tmp_path: Path) -> Non
 
 
 def test_a_checkpoint_with_its_tower_is_converted_there_and_back_bit_for_bit(tmp_path: Path) -> None:
-    from slime.backends.megatron_utils.offline import OfflineModel
+    from slime.backends.megatron_utils.conversion import OfflineModel
 
     make_vision_model("qwen3_vl", tmp_path / "hf")
     spec = ["slime_plugins.models.qwen3_vl", "get_qwen3_vl_model_provider"]

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from slime.board.curves import MetricFile
-from slime.config.check.generation import _dumps
+from slime.config.check.objective import _dumps
 from slime.config.groups import RunConfig, add_group
 from slime.data.sample import Sample
 from slime.observability import metric_table

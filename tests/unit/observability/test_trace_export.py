@@ -18,7 +18,7 @@ from slime.data.sample import Sample
 from slime.observability.arguments import OutputArgs
 from slime.observability.trace_export import TraceExporter, otlp_spans
 from slime.observability.trace_utils import bind_trace, is_exported, trace_event, trace_headers, trace_span
-from slime.utils.deadline import Deadline, wait_until
+from slime.utils.async_utils import Deadline, wait_until
 from slime.utils.net import free_port
 from tests.unit.observability.collector import Collector
 

@@ -10,8 +10,7 @@ import pytest
 from slime.backends.sglang_utils.topology import topology_of
 from slime.config.arguments import ClusterArgs
 from slime.config.groups import from_args
-from slime.config.plan.layout import read_layout
-from slime.config.plan.placement import plan_placement
+from slime.config.plan.placement import plan_placement, read_layout
 from slime.ray import placement_group
 from slime.ray.placement_group import GpuSlots, create_placement_groups
 from slime.ray.run.cluster import slot_layout

@@ -16,7 +16,7 @@ from ray.exceptions import RpcError
 
 from slime.ray.watch import heartbeat
 from slime.ray.watch.heartbeat import HeartbeatWatch, ProcessInfo, Usage, WorkReport, _kill, _nameless_file, _usage
-from slime.utils.deadline import Deadline, wait_until
+from slime.utils.async_utils import Deadline, wait_until
 from slime.utils.process import work_of
 
 

@@ -22,7 +22,7 @@ from slime.ray.engines.preloading import (
     imports_begun,
 )
 from slime.ray.run.worker_launcher import WORKER_FORKS
-from slime.utils.deadline import Deadline, wait_until
+from slime.utils.async_utils import Deadline, wait_until
 from slime.utils.errors import EngineError
 
 

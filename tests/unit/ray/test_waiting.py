@@ -10,7 +10,7 @@ import pytest
 
 from slime.ray.watch import waiting
 from slime.ray.watch.waiting import get
-from slime.utils.deadline import Deadline, Interrupted, interruptible
+from slime.utils.async_utils import Deadline, Interrupted, interruptible
 from slime.utils.errors import DeadlineExceeded, ProcessDied
 from tests.unit.utils.test_interrupt import lose_an_interruption, lost
 

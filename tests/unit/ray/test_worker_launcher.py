@@ -20,7 +20,7 @@ import ray
 from slime.ray.engines.preloading import preloading
 from slime.ray.run import cluster, worker_launcher
 from slime.ray.run.worker_launcher import WORKER_FORKS, WORKER_ROLE, NotForked, differing, worker_of
-from slime.utils.deadline import Deadline, wait_until
+from slime.utils.async_utils import Deadline, wait_until
 from slime.utils.process import has_ended, temporary_base
 
 WORKER = """

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from slime.data.sample import Sample, iter_samples
+from slime.rollout.custom_generate import set_current_rollout_id, set_evaluated_rollout_id
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.eval_config import build_eval_datasets
-from slime.rollout.sample_hooks import set_current_rollout_id, set_evaluated_rollout_id
 from slime.rollout.sglang_rollout import GenerateState, generate_rollout
 from tests.limits import unloaded_time
 from tests.unit.rollout.fake_engine import FakeEngine, completion, make_args

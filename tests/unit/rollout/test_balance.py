@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from slime.rollout import balance
-from slime.rollout.balance import Load, keep_balanced, moves
+from slime.rollout import direct_engines
+from slime.rollout.direct_engines import Load, keep_balanced, moves
 from slime.rollout.engine_request import EngineRequest
 from slime.utils import http_utils
 
@@ -71,9 +71,9 @@ class Fleet:
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Callable[[Fleet, int], None]:
     """``keep_balanced`` for a number of rounds."""
-    monkeypatch.setattr(balance, "_EVERY_S", 0.01)
-    monkeypatch.setattr(balance, "_REPLY_PAUSE_S", 0.0)
-    monkeypatch.setattr(balance, "_LEAST_DIFFERENCE", 2)
+    monkeypatch.setattr(direct_engines, "_EVERY_S", 0.01)
+    monkeypatch.setattr(direct_engines, "_REPLY_PAUSE_S", 0.0)
+    monkeypatch.setattr(direct_engines, "_LEAST_DIFFERENCE", 2)
 
     async def some_rounds(fleet: Fleet, rounds: int) -> None:
         seen = 0

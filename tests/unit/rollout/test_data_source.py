@@ -12,7 +12,7 @@ from slime.data import rows
 from slime.data.sample import Sample, iter_samples
 from slime.rollout import source_state
 from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer, make_data_source, pop_first
-from slime.rollout.prompt_data import fingerprint
+from slime.rollout.source_state import fingerprint
 from slime.utils.errors import DataError
 from tests.unit.rollout.fake_engine import make_args
 

@@ -14,7 +14,7 @@ from slime.rollout import collect, fully_async_rollout
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.fully_async_rollout import AsyncRolloutWorker, generate_rollout_fully_async
 from slime.rollout.sglang_rollout import GenerateState
-from slime.utils.deadline import Deadline, wait_until
+from slime.utils.async_utils import Deadline, wait_until
 from slime.utils.errors import ConfigError, DataError, EngineError
 from tests.unit.rollout.fake_engine import completion, make_args
 

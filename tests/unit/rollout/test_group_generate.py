@@ -10,12 +10,10 @@ import pytest
 
 from slime.data.sample import Sample
 from slime.rollout.collect import BatchHooks, Drops
-from slime.rollout.custom_generate import GenerateFunction, takes_group
+from slime.rollout.custom_generate import GenerateFunction, apply_rollout_sample_hooks, takes_group
 from slime.rollout.failures import Attempts
-from slime.rollout.sample_hooks import apply_rollout_sample_hooks
 from slime.rollout.sglang_rollout import generate_and_rm, generate_and_rm_group
-from slime.utils.async_utils import run
-from slime.utils.deadline import Deadline
+from slime.utils.async_utils import Deadline, run
 from slime.utils.errors import DataError
 from tests.unit.rollout.fake_engine import make_args
 

@@ -12,14 +12,16 @@ import pytest
 
 from slime.data.sample import Sample
 from slime.rollout.rm_hub import async_rm, compute_gpqa_reward, compute_score_dapo, get_deepscaler_rule_based_reward
-from slime.rollout.rm_hub.math_dapo_utils import (
+from slime.rollout.rm_hub.rules import (
+    DEFAULT_VALID_LETTERS,
+    _extract_letter_from_response,
+    compute_ifbench_reward,
     is_correct_strict_box,
     last_boxed_only_string,
     normalize_final_answer,
     remove_boxed,
     verify,
 )
-from slime.rollout.rm_hub.rules import DEFAULT_VALID_LETTERS, _extract_letter_from_response, compute_ifbench_reward
 from slime.utils.errors import ScoringError
 from tests.limits import unloaded_time
 

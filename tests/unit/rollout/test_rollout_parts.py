@@ -16,6 +16,7 @@ from slime.config.groups import groups_in
 from slime.data.sample import Sample
 from slime.rollout import sft_rollout
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn, complete_args
+from slime.rollout.custom_generate import apply_rollout_sample_hooks, set_current_rollout_id, set_evaluated_rollout_id
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.eval_config import EvalDatasetConfig, build_eval_dataset_configs, build_eval_datasets
 from slime.rollout.failures import fresh_copy
@@ -27,7 +28,6 @@ from slime.rollout.filters import (
     check_reward_nonzero_std_with_fallback,
     should_drop_dynamic_filter_output,
 )
-from slime.rollout.sample_hooks import apply_rollout_sample_hooks, set_current_rollout_id, set_evaluated_rollout_id
 from slime.utils import http_utils
 from slime.utils.errors import ConfigError, DataError, DeadlineExceeded, EngineError
 from tests.limits import unloaded_time

@@ -789,7 +789,7 @@ async def group_by_hand(args, samples, sampling_params):
 @pytest.fixture
 def answers_46(setup, tiny_task, tmp_path):
     """``answers_46(**flags) -> (server, args)``: every request is answered with "46<|im_end|>"."""
-    from slime.data.chat import load_tokenizer
+    from slime.data.processing import load_tokenizer
 
     end = load_tokenizer(tiny_task.model, trust_remote_code=True).eos_token_id
     reward = tmp_path / "reward.py"

@@ -15,7 +15,7 @@ import pytest
 
 from slime.backends.sglang_utils import fork_server
 from slime.backends.sglang_utils.fork_server import ForkedServer, ForkServer
-from slime.utils.deadline import Deadline, wait_until
+from slime.utils.async_utils import Deadline, wait_until
 from slime.utils.errors import DeadlineExceeded, EngineError
 from tests.limits import unloaded_time
 

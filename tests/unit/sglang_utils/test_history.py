@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from slime.backends.sglang_utils.cpu_platform.history import Cursor, History
+from slime.backends.sglang_utils.cpu_platform.drafts import Cursor, History
 from slime.backends.sglang_utils.cpu_platform.hooks import add_tokens, keep_drafts, load_at_once, register
 from slime.utils import accelerator
 

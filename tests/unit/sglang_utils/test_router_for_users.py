@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 
 from slime.backends.sglang_utils.router import _is_alive
-from slime.utils.deadline import Deadline, wait_until
+from slime.utils.async_utils import Deadline, wait_until
 from slime.utils.http_utils import run_router, terminate_process
 from slime.utils.net import free_port
 

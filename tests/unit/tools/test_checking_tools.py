@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from slime.backends.training.checkpoint_files import checksums_of
 from slime.backends.training.export_files import write_marker
 from slime.backends.training.hf_files import TensorReader
-from slime.data.chat import tokenize_chat
 from slime.data.dump_file import save_debug_rollout_data
+from slime.data.processing import tokenize_chat
 from slime.data.sample import Sample
 from slime.utils.errors import ConfigError
 from tests.programs import run_program

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from slime.algorithms.arguments import AlgorithmArgs
-from slime.backends.training.custom import CustomFunctions
+from slime.backends.training.credit import CustomFunctions
 from slime.backends.training.data import RankPlace, TrainBatch
 from slime.backends.training.loss import LossContext, MicroBatchLoss, Objective, micro_batch_loss
 from tests.unit.megatron_utils.tiny_trainer import VOCAB, make_batch

@@ -13,7 +13,7 @@ import pytest
 
 from slime.ray.run.prefetch import PrefetchedRollouts
 from slime.ray.run.restart import exit_status
-from slime.utils.deadline import Deadline, Interrupted, acknowledge, interruptible, raise_if_interrupted, wait_until
+from slime.utils.async_utils import Deadline, Interrupted, acknowledge, interruptible, raise_if_interrupted, wait_until
 from tests.limits import unloaded_time
 
 
@@ -90,9 +90,9 @@ def test_sigterm_is_status_143():
 
 STUBBORN = """
 import os, signal, time
-from slime.utils import deadline
-deadline._FORWARDED_S = {forwarded}
-with deadline.interruptible():
+from slime.utils import async_utils
+async_utils._FORWARDED_S = {forwarded}
+with async_utils.interruptible():
     for _ in range(2):
         try:
             os.kill(os.getpid(), signal.SIGINT)

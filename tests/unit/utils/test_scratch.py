@@ -12,15 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from slime.utils.files import LOCK
+from slime.utils.files import LOCK, PREFIX, clean, left_folders, scratch_folder
 from slime.utils.process import temporary_base
-from slime.utils.scratch import PREFIX, clean, left_folders, scratch_folder
 from tests.limits import Limit
 
 HOLD = """
 import sys, tempfile, time
 from slime.utils.reaper import start_reaper
-from slime.utils.scratch import scratch_folder
+from slime.utils.files import scratch_folder
 with scratch_folder() as folder:
     start_reaper(folder) if sys.argv[1] == "reaped" else None
     tempfile.NamedTemporaryFile(delete=False)

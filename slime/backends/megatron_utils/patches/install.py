@@ -107,7 +107,7 @@ def repair_optimizer_slices() -> None:
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-    from slime.backends.megatron_utils.checkpoint.slices import sliced_states
+    from slime.backends.megatron_utils.checkpoint.shard_files import sliced_states
 
     DistributedOptimizer.sharded_param_state_fs_model_space = sliced_states
 

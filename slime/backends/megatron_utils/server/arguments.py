@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from slime.config import notices
+from slime.config import groups
 from slime.config.groups import add_group, flag_of, from_args
 from slime.utils.errors import ConfigError
 from slime.utils.misc import flag
@@ -106,7 +106,7 @@ def unused(args: Namespace) -> Iterator[str]:
     """Rule of every other command: warn that the server's flags have no effect."""
     for item in fields(TeacherServerArgs):
         if item.name in args.given:
-            notices.warn(args, flag_of(item.name), f"no effect: only python -m {ENTRY} reads it")
+            groups.warn(args, flag_of(item.name), f"no effect: only python -m {ENTRY} reads it")
     yield from ()  # a rule is a generator
 
 

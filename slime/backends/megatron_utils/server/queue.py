@@ -17,8 +17,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
-from slime.utils.async_utils import call_in_thread
-from slime.utils.deadline import Deadline
+from slime.utils.async_utils import Deadline, call_in_thread
 from slime.utils.errors import ConfigError, DataError, DeadlineExceeded, ProcessDied, SlimeError
 
 logger = logging.getLogger(__name__)
