@@ -177,10 +177,12 @@ class Replayed:
     """The result of a replay.
 
     Attributes:
+        args: the run's arguments, with those of the replay.
         group: with the sample generated again in place of the recorded one.
         samples: the rows of its execution: one, unless the run's generate function returns several.
     """
 
+    args: Namespace
     group: list[Any]
     samples: list[Sample]
 
@@ -221,7 +223,7 @@ def replay(words: Sequence[str]) -> int:
     replayed = generate(args, recorded)
     is_same = _compare(recorded.sample, replayed.samples)
     if not options.no_train:
-        step, means = train(args, replayed, options.rollout)
+        step, means = train(replayed, options.rollout)
         print(f"\nloss of this sample, with the weights of {weights}")
         _table({name: step[name] for name in _SHOWN if name in step})
         _table({name: means[name] for name in ("advantages", "log_probs", "rollout_log_probs") if name in means})
@@ -335,7 +337,7 @@ def generate(args: Namespace, recorded: Recorded) -> Replayed:
     group[recorded.place] = fresh
     tokenizer = load_tokenizer(args.hf_checkpoint, trust_remote_code=True)
     with serving(Recording(recorded.sample, tokenizer).answer) as (host, port):
-        args = with_values(
+        engine_args = with_values(
             args,
             max_sample_retries=0,  # a retry would ask for a reply that is already used
             rm_timeout=_PATIENCE_S,
@@ -344,14 +346,14 @@ def generate(args: Namespace, recorded: Recorded) -> Replayed:
             sglang_router_port=port,
             sglang_model_routers={"default": (host, port)},
         )
-        init_http_client(args)
-        params = sglang_rollout.GenerateState(args).sampling_params.copy()
-        made = asyncio.run(sglang_rollout.generate_and_rm_group(args, group, params))
+        init_http_client(engine_args)
+        params = sglang_rollout.GenerateState(engine_args).sampling_params.copy()
+        made = asyncio.run(sglang_rollout.generate_and_rm_group(engine_args, group, params))
     samples = list(iter_samples([made[recorded.place]]))
     for sample in samples:
         if is_given_up(sample):
             raise DataError(sample.metadata["failure"]["message"])
-    return Replayed(made, samples)
+    return Replayed(args, made, samples)
 
 
 def _rows(data: TrainData, places: Sequence[int]) -> TrainData:
@@ -361,7 +363,7 @@ def _rows(data: TrainData, places: Sequence[int]) -> TrainData:
     return {name: [values[p] for p in places] if is_row[name] else values for name, values in data.items()}
 
 
-def train(args: Namespace, replayed: Replayed, rollout: int) -> tuple[dict[str, float], dict[str, float]]:
+def train(replayed: Replayed, rollout: int) -> tuple[dict[str, float], dict[str, float]]:
     """One training step of one process on the replayed sample. Its siblings only normalize its reward.
 
     Returns:
@@ -376,6 +378,7 @@ def train(args: Namespace, replayed: Replayed, rollout: int) -> tuple[dict[str, 
     from slime.hooks.load import load_optional
     from slime.ray.train_actor import trainer_class
 
+    args = replayed.args
     if args.use_critic:
         raise ConfigError(
             f"--advantage-estimator {args.advantage_estimator}: a replay has no critic and therefore no loss; use "

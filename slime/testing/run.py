@@ -129,10 +129,20 @@ class _Trial:
         function = load_function(self.path, hook.role, group_rm=args.group_rm)
         check = CHECKS.get(hook.dest) or TRAINER_CHECKS[hook.dest]
         with ExitStack() as stack:
-            row = _first_row(args)
-            if hook.dest in _NEEDS_ENGINE:
-                args, row = _play_engine(args, row, stack)
-            yield from check(Call(function, args, row))
+            call = Call(function, args, self._first_row())
+            yield from check(_with_engine(call, stack) if hook.dest in _NEEDS_ENGINE else call)
+
+    def _first_row(self) -> Sample:
+        """Return the first row of the run's data, or a made-up question without data or tokenizer."""
+        if not self.args.prompt_data or not self.args.hf_checkpoint:
+            return QUESTION
+        source = parse_sources(self.args.prompt_data)[0].path
+        path, rows = parse_path(source)
+        # one row is read, not the whole data set
+        first = with_values(self.args, prompt_data=source if rows else f"{path}@[0:1]", streaming_data=False)
+        ((sample, *_),) = RolloutDataSource(first).get_samples(1)
+        assert isinstance(sample, Sample)
+        return sample
 
 
 async def _in_time(problems: Iterator[str]) -> list[str]:
@@ -160,38 +170,26 @@ def _described(hook: Hook, path: str, error: Exception) -> str:
     return "\n    ".join([message if message.startswith(named) else f"{named}: {message}", *lines])
 
 
-def _first_row(args: Namespace) -> Sample:
-    """Return the first row of the run's data, or a made-up question without data or tokenizer."""
-    if not args.prompt_data or not args.hf_checkpoint:
-        return QUESTION
-    source = parse_sources(args.prompt_data)[0].path
-    path, rows = parse_path(source)
-    # one row is read, not the whole data set
-    first = with_values(args, prompt_data=source if rows else f"{path}@[0:1]", streaming_data=False)
-    ((sample, *_),) = RolloutDataSource(first).get_samples(1)
-    assert isinstance(sample, Sample)
-    return sample
-
-
-def _play_engine(args: Namespace, row: Sample, stack: ExitStack) -> tuple[Namespace, Sample]:
-    """Start a pretended engine. Returns the arguments with its address, and the row, a made-up one as a chat."""
-    tokenizer = load_tokenizer(args.hf_checkpoint, trust_remote_code=True)
+def _with_engine(call: Call, stack: ExitStack) -> Call:
+    """Start a pretended engine. Returns the call with its address, and with a made-up row as a chat."""
+    given, row = call.args, call.row
+    tokenizer = load_tokenizer(given.hf_checkpoint, trust_remote_code=True)
     host, port = stack.enter_context(pretend_engine(tokenizer))
     args = with_values(
-        args,
+        given,
         sglang_router_ip=host,
         sglang_router_port=port,
-        rollout_num_gpus=args.rollout_num_gpus or 1,
-        rollout_max_response_len=min(args.rollout_max_response_len, _MAX_RESPONSE_LEN),
+        rollout_num_gpus=given.rollout_num_gpus or 1,
+        rollout_max_response_len=min(given.rollout_max_response_len, _MAX_RESPONSE_LEN),
         rollout_batch_size=2,
         over_sampling_batch_size=2,
         # rollout functions score their samples, and fail without any reward
-        rm_type=args.rm_type or "random",
+        rm_type=given.rm_type or "random",
     )
     # a singleton: an earlier check may have made it with other arguments
     GenerateState.clear_instances()
     stack.callback(GenerateState.clear_instances)
-    if row is not QUESTION or not tokenizer.chat_template:
-        return args, row
-    messages = [{"role": "user", "content": QUESTION.prompt}]
-    return args, Sample(prompt=render_chat(tokenizer, messages, add_generation_prompt=True), label=QUESTION.label)
+    if row is QUESTION and tokenizer.chat_template:
+        messages = [{"role": "user", "content": QUESTION.prompt}]
+        row = Sample(prompt=render_chat(tokenizer, messages, add_generation_prompt=True), label=QUESTION.label)
+    return Call(call.function, args, row)
