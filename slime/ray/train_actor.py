@@ -31,7 +31,7 @@ from slime.rollout.arguments import DEFAULT_ROLLOUT_FUNCTION
 from slime.utils import accelerator
 from slime.utils.async_utils import exits_are_errors
 from slime.utils.net import PortClaim, claim_ports
-from slime.weight_sync.version_store import checksum_function, content_hash
+from slime.weight_sync.tensor_files import checksum_function, content_hash
 
 __all__ = ["SyncReport", "TrainActor", "trainer_class"]
 

@@ -12,7 +12,7 @@ import torch
 
 from slime.backends.protocols import NamedTensor
 from slime.utils.memory_utils import bytes_of
-from slime.weight_sync.version_store import Checksum, checksum_function
+from slime.weight_sync.tensor_files import Checksum, checksum_function
 
 LEAST_BUCKET = 512 * 1024**2
 _MOST_BUCKET = 2 * 1024**3

@@ -24,7 +24,7 @@ import numpy as np
 import zstandard
 
 from slime.utils.errors import EngineError
-from slime.weight_sync.version_store import Bytes
+from slime.weight_sync.tensor_files import Bytes
 
 Encoding: TypeAlias = Literal["xor", "overwrite"]
 _Positions: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"

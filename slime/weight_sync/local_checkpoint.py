@@ -23,18 +23,8 @@ from slime.utils.async_utils import Deadline, wait_until
 from slime.utils.errors import ConfigError, EngineError
 from slime.utils.files import replacing
 from slime.weight_sync.delta_codec import apply_delta
-from slime.weight_sync.version_store import (
-    MANIFEST,
-    Manifest,
-    checksum_function,
-    checksums_of,
-    open_bytes,
-    populate,
-    read_manifest,
-    spans_of,
-    threads,
-    version_path,
-)
+from slime.weight_sync.tensor_files import checksum_function, checksums_of, open_bytes, populate, spans_of, threads
+from slime.weight_sync.version_store import MANIFEST, Manifest, read_manifest, version_path
 
 logger = logging.getLogger(__name__)
 

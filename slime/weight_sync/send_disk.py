@@ -39,19 +39,17 @@ from slime.utils.memory_utils import bytes_of
 from slime.weight_sync.delta_codec import Encoding, encode_delta
 from slime.weight_sync.root_hash import Checksums, places_of
 from slime.weight_sync.session import TrainerRanks, WeightUpdate, error_of, load_files, message_of
-from slime.weight_sync.version_store import (
+from slime.weight_sync.tensor_files import (
     Bytes,
-    Manifest,
     Span,
-    VersionStore,
     checksum_function,
     checksums_of,
     content_hash,
     open_bytes,
     spans_of,
     threads,
-    version_path,
 )
+from slime.weight_sync.version_store import Manifest, VersionStore, version_path
 
 logger = logging.getLogger(__name__)
 

@@ -21,8 +21,9 @@ from slime.weight_sync.local_checkpoint import pull
 from slime.weight_sync.root_hash import RootProof
 from slime.weight_sync.send_disk import DeltaUpdater, DiskSettings
 from slime.weight_sync.session import ALONE, TrainerRanks, WeightUpdate
+from slime.weight_sync.tensor_files import open_bytes, spans_of
 from slime.weight_sync.updater import WeightUpdater
-from slime.weight_sync.version_store import open_bytes, read_manifest, spans_of
+from slime.weight_sync.version_store import read_manifest
 from tests.unit.weight_sync.fakes import RecordingFleet, RecordingSender, StubTrainer
 
 

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from slime.utils.errors import ConfigError, DeadlineExceeded, EngineError
-from slime.weight_sync import local_checkpoint, send_disk, version_store
+from slime.weight_sync import local_checkpoint, send_disk, tensor_files, version_store
 from slime.weight_sync.local_checkpoint import pull
 from slime.weight_sync.send_disk import DeltaUpdater, DiskSettings, DiskUpdater
 from slime.weight_sync.session import ALONE, WeightUpdate
@@ -236,7 +236,7 @@ def test_a_version_that_lost_a_part_of_a_file_is_not_complete(tmp_path):
 def test_a_header_that_makes_no_sense_is_an_error_that_names_the_file(tmp_path, content):
     (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(EngineError, match=r"model\.safetensors is not a complete safetensors file"):
-        version_store.spans_of(tmp_path)
+        tensor_files.spans_of(tmp_path)
 
 
 def test_the_first_version_is_the_real_weights_and_the_others_are_small(run):
@@ -274,7 +274,7 @@ def test_two_engines_of_one_host_pull_at_once(run):
 
 
 def test_a_kernel_that_cannot_populate_pages_makes_no_difference(run, monkeypatch):
-    monkeypatch.setattr(version_store, "_POPULATE_WRITE", 9999)
+    monkeypatch.setattr(tensor_files, "_POPULATE_WRITE", 9999)
     run.trainer.step()
     run.sync(3)
     run.assert_same()
