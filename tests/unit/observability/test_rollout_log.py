@@ -12,7 +12,7 @@ from slime.config.groups import RunConfig
 from slime.data.dump_file import save_debug_rollout_data
 from slime.data.sample import Sample
 from slime.hooks.load import check_hooks
-from slime.observability import tracking
+from slime.observability import logging_utils
 from slime.observability.rollout_metrics import log_eval_rollout_data, log_rollout_data
 from slime.ray.rollout import RolloutManager
 from slime.utils.errors import ConfigError
@@ -62,23 +62,23 @@ def test_a_true_result_leaves_our_metrics_out() -> None:
 
 def test_collecting_ends_with_its_block_also_after_an_error() -> None:
     def fails() -> None:
-        with tracking.collecting():
+        with logging_utils.collecting():
             raise KeyError
 
-    with tracking.collecting() as outer:
-        with tracking.collecting() as inner:
-            tracking.log(Namespace(), {"a": 1, "s": 0}, "s")
+    with logging_utils.collecting() as outer:
+        with logging_utils.collecting() as inner:
+            logging_utils.log(Namespace(), {"a": 1, "s": 0}, "s")
         with pytest.raises(KeyError):
             fails()
-        tracking.log(Namespace(), {"b": 1, "s": 0}, "s")
-    tracking.log(Namespace(), {"c": 1, "s": 0}, "s")
+        logging_utils.log(Namespace(), {"b": 1, "s": 0}, "s")
+    logging_utils.log(Namespace(), {"c": 1, "s": 0}, "s")
     assert (inner, outer) == ({"a": 1}, {"b": 1})
 
 
 def test_metrics_without_a_tracker_are_a_warning(caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
-    monkeypatch.setattr(tracking, "_HAS_WARNED", False)
+    monkeypatch.setattr(logging_utils, "_HAS_WARNED", False)
     for _ in range(2):
-        tracking.log(Namespace(), {"a": 1, "s": 0}, "s")
+        logging_utils.log(Namespace(), {"a": 1, "s": 0}, "s")
     assert [record.getMessage() for record in caplog.records] == [
         "metrics are lost, because this process has no tracker: a"
     ]

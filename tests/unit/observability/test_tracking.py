@@ -21,7 +21,7 @@ from slime.config.plan.build import plan_files
 from slime.config.resolve import paths
 from slime.data.ledger import LEDGER
 from slime.data.schedule import SCHEDULE, WEIGHTS
-from slime.observability import arguments, tracking
+from slime.observability import arguments, logging_utils, tracking
 from slime.observability.sinks import JsonlSink
 from slime.observability.terminal import SHOWN_LINES
 from slime.observability.tracking import Tracker, create_tracker
@@ -409,13 +409,13 @@ assert not {{"torch", "tensorflow"}} & set(sys.modules)
 
 def test_the_public_verbs_open_log_and_close_one_tracker(tmp_path: Path) -> None:
     args = parsed("--experiment-name", "verbs")
-    tracking.log(args, {"a": 1, "x": 0}, "x")  # before: nothing happens
-    tracking.init_tracking(args, primary=False)
+    logging_utils.log(args, {"a": 1, "x": 0}, "x")  # before: nothing happens
+    logging_utils.init_tracking(args, primary=False)
     assert not (tmp_path / "outputs").exists()
-    tracking.init_tracking(args)
-    tracking.log(args, {"a": 1, "x": 5}, "x")
-    tracking.finish_tracking(args)
-    tracking.finish_tracking(args)
+    logging_utils.init_tracking(args)
+    logging_utils.log(args, {"a": 1, "x": 5}, "x")
+    logging_utils.finish_tracking(args)
+    logging_utils.finish_tracking(args)
     assert [record["x"] for record in records(tmp_path / "outputs/verbs/metrics.jsonl")] == [5]
 
 
