@@ -1,6 +1,6 @@
 """Values derived from the Megatron flags (``STEPS``) and rules about them (``RULES``).
 
-``slime.ray.arguments`` runs them for the command line, ``offline`` for the tools. Therefore they may only read
+``slime.ray.arguments`` runs them for the command line, ``conversion`` for the tools. Therefore they may only read
 Megatron's flags, ``hf_checkpoint``, ``debug_rollout_only``, ``world_size`` and, if it is there, ``multimodal_keys``. A
 step derives values and adds notices. A rule returns one sentence per problem. Imports neither torch nor megatron.
 """

@@ -91,7 +91,7 @@ def sharded_state(state: TrainState, content: CheckpointContent, *, is_loading: 
     """Weights, or adapters, and optionally optimizer and random number generators, as Megatron saves and loads them."""
     sharded = _sharded_model(state.model, adapters_only=state.adapter is not None)
     if content.has_optimizer:
-        # ``slices.sliced_states``, which writes the format of the files without gathering
+        # ``shard_files.sliced_states``, which writes the format of the files without gathering
         metadata = _metadata() | {"distrib_optim_sharding_type": "fully_sharded_model_space"}
         optimizer = state.optimizer.sharded_state_dict(dict(sharded), is_loading=is_loading, metadata=metadata)
         for part in _sliced_parts(optimizer):

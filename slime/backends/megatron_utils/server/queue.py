@@ -3,8 +3,8 @@
     ask()      request waits ----> round ----> answer
     update()   refuse new requests -> answer those in flight -> load weights -> accept requests
 
-``app`` calls the queue on the server's event loop. The queue imports neither torch, HTTP nor the model: it calls two
-blocking functions in threads.
+``megatron_server`` calls the queue on the server's event loop. The queue imports neither torch, HTTP nor the model: it
+calls two blocking functions in threads.
 """
 
 from __future__ import annotations
