@@ -14,7 +14,7 @@ from tests.e2e.warm import Warm
 
 @pytest.fixture(scope="session", autouse=True)
 def _imports_are_done_once() -> Iterator[None]:
-    running.warm.append(Warm())
+    running.warm.append(Warm(running.GIVEN))
     yield
     running.warm.pop().stop()
 

@@ -19,6 +19,8 @@ from tests.limits import Limit, wait_for_exit
 
 ROOT = Path(__file__).resolve().parents[2]
 PLUGINS = str(Path(__file__).with_name("plugin_functions.py"))
+GIVEN = dict(os.environ)
+"""The environment of all runs. Imports in the process of the tests change its own: SGLang sets folders of caches."""
 warm: list[Warm] = []  # in the tests
 
 
@@ -49,7 +51,7 @@ class Finished:
 def environment(mark: str = "0" * 32, **variables: str) -> dict[str, str]:
     """Of a run that starts quickly, if this process has warm processes."""
     own = {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"} | (warm[0].variables if warm else {})
-    return os.environ | own | {MARK: mark} | variables
+    return GIVEN | own | {MARK: mark} | variables
 
 
 def start_train(

@@ -47,16 +47,15 @@ def two_nodes(monkeypatch):
 
 
 def test_unequal_engines_on_two_nodes_learn_beside_a_model_that_keeps_its_weights_and_outlive_their_deaths(
-    two_nodes, tiny_task, tmp_path, monkeypatch
+    two_nodes, tiny_task, tmp_path
 ):
-    monkeypatch.setenv("RAY_ADDRESS", two_nodes)
     engines = tmp_path / "engines.yaml"
     engines.write_text(ENGINES)
     more = ("--rollout-num-gpus", 5, "--num-gpus-per-node", 1, "--sglang-config", engines)
     flags = flags_for(tiny_task, tmp_path, *more, reward="sevens_and_what_the_reference_says", num_rollout=ROLLOUTS)
     hold = tmp_path / "hold"
     hold.write_text("1")  # the second rollout goes on until all engines are back
-    with running(flags, tmp_path) as run:
+    with running(flags, tmp_path, RAY_ADDRESS=two_nodes) as run:
         router, first, second = run.urls()
         (ref,) = run.urls_of("ref")
         assert {worker["url"] for worker in read(f"{router}/workers")["workers"]} == {first, second}

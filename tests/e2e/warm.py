@@ -25,6 +25,7 @@ from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from slime.ray.run.worker_launcher import _environment_of, differing
 
@@ -43,9 +44,14 @@ _GRACE_S = 1.0  # as the reaper's
 
 
 class Warm:
-    """The warm processes of one process of pytest, which start with its first run."""
+    """The warm processes of one process of pytest, which start with its first run.
 
-    _imports: Any = None
+    ``environment`` is that of all runs.
+    """
+
+    def __init__(self, environment: dict[str, str]) -> None:
+        self._environment = environment
+        self._imports: Any = None
 
     @cached_property
     def variables(self) -> dict[str, str]:
@@ -54,7 +60,8 @@ class Warm:
 
         self._folder = tempfile.TemporaryDirectory(prefix="warm-", dir="/tmp")  # a short path, as sockets need
         path = {"PYTHONPATH": f"{Path(__file__).with_name('site')}:{ROOT}", "PYTHONUNBUFFERED": "1"}
-        self._imports = preloading._Imports(preloading.forks_env() | path | {_WARM: _SERVES, MARK: "0" * 32})
+        with patch.dict(os.environ, self._environment, clear=True):
+            self._imports = preloading._Imports(preloading.forks_env() | path | {_WARM: _SERVES, MARK: "0" * 32})
         listeners = [preloading.listen(f"{self._folder.name}/{kind}") for kind in ("worker", "trainer", "engine")]
         log = Path(self._folder.name) / "log"
         log.touch()
