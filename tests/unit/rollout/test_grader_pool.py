@@ -192,7 +192,7 @@ def test_answers_whose_processes_end_at_the_same_time_fail_with_that_reason(
         graded = [threads.submit(grade_bomb) for _ in range(8)]
         pool = grader_pool._current
         assert pool is not None
-        while not pool._free.empty():
+        while not pool._free.empty() or len(pool_processes()) < 9:  # a fork that comes later would grade to its limit
             time.sleep(0.01)
         for process in pool_processes():
             process.kill()
