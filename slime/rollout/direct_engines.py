@@ -33,6 +33,8 @@ from slime.utils.async_utils import call_in_thread
 from slime.utils.errors import DeadlineExceeded, EngineError
 from slime.utils.http_utils import get
 
+logger = logging.getLogger(__name__)
+
 # Requests reuse the router's list of engines for this time.
 _LIST_AGE_S = 2.0
 _LIST_TIMEOUT_S = 10.0
@@ -165,8 +167,6 @@ def _engine_urls(reply: Any, router_url: str) -> list[str]:
         raise EngineError(f"the router at {router_url} has no healthy engine ({len(workers)} in all)")
     return [worker["url"] for worker in healthy]
 
-
-logger = logging.getLogger(__name__)
 
 _EVERY_S = 2.0
 _MOST_QUESTIONS = 50  # per second, for the load of an engine: 0.7 ms of processor time each
