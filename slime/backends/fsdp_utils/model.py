@@ -81,6 +81,8 @@ def build_model(
     except (ValueError, ImportError) as error:
         raise ConfigError(f"--train-backend fsdp: transformers cannot build this model: {error}") from error
     model.tie_weights()  # before sharding: FSDP must see one parameter
+    # Of pad_token_id torch would drop the gradient, also if the model sampled it or the template ends turns with it.
+    model.get_input_embeddings().padding_idx = None
     model.config.use_cache = False
     if checkpoints_layers:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -254,10 +256,7 @@ def adapter_parameters(model: PreTrainedModel) -> Iterator[NamedTensor]:
 
 @torch.no_grad()
 def fill_adapters(model: PreTrainedModel, config: LoraConfig, seed: int) -> None:
-    """Fill the adapters from ``--lora-adapter-path``, or as peft does: random ``A``, and ``B`` of zeros.
-
-    The values do not depend on the number of ranks.
-    """
+    """Fill from ``--lora-adapter-path``, or as peft does: random ``A``, zero ``B``, equal for any number of ranks."""
     reader = None if config.adapter_path is None else TensorReader(config.adapter_path, "--lora-adapter-path")
     generator = torch.Generator().manual_seed(seed)
     for name, value in adapter_parameters(model):
