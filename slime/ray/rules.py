@@ -84,7 +84,7 @@ def _shared_prefixes(args: Namespace) -> Iterator[str]:
     }
     for part, is_given in parts.items():
         if is_given:
-            yield f"--share-prefixes is not supported yet with {part}: drop one of them."
+            yield f"--share-prefixes is not supported yet: {part}. Drop one of them."
     if args.multimodal_keys:
         groups.warn(args, "--share-prefixes", "no effect on batches with images")
     if args.micro_batch_size == 1 and not args.use_dynamic_batch_size:
@@ -100,8 +100,8 @@ def _special_attention(args: Namespace) -> dict[str, bool]:
         return {}
     shape, where = read_shape(args.hf_checkpoint), f"--hf-checkpoint {args.hf_checkpoint}"
     return {
-        f"{where}, whose linear attention carries a state along each sequence": shape.delta_net is not None,
-        f"{where}, whose sparse attention chooses keys from one sequence": shape.sparse is not None,
+        f"{where} has linear attention, which carries a state along each sequence": shape.delta_net is not None,
+        f"{where} has sparse attention, which chooses keys from one sequence": shape.sparse is not None,
     }
 
 

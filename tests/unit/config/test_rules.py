@@ -74,7 +74,7 @@ ERRORS = [
     case(
         "A-prefixes-lora",
         "--share-prefixes --lora-rank 4 --lora-dropout 0.1",
-        "--lora-dropout 0.1 differs from sample to sample: drop one of them",
+        "--lora-dropout 0.1 differs from sample to sample. Drop one of them",
     ),
     case(
         "A-prefixes-strict",
