@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from slime.config import groups
 from slime.config.groups import flag_of
 from slime.models.config_json import read_model_config, text_part
 from slime.utils.misc import flag
@@ -46,6 +47,8 @@ _ABSENT: dict[str, str] = {
     "optimizer_cpu_offload": "its states stay on the device",
     "async_save": "training waits for its checkpoints",
     "use_routing_replay": "the routers of transformers decide by themselves",
+    "attention_dropout": "models of transformers are trained without dropout",
+    "hidden_dropout": "models of transformers are trained without dropout",
     "mtp_num_layers": "models of transformers have no prediction layers",
     "moe_router_bias_update_rate": "the biases of routers stay as they are",
     "only_train_params_name_list": "all parameters are trained",
@@ -83,6 +86,14 @@ def _absent_parts(args: Namespace) -> Iterator[str]:
         )
     if args.spec and not args.spec[0].startswith("slime_plugins."):  # those of presets have no effect
         yield f"--spec {' '.join(args.spec)} is not supported yet with {_BACKEND}: the model is that of transformers."
+
+
+def _unread(args: Namespace) -> Iterator[str]:
+    """Flags that tune parts of Megatron, and change no result."""
+    for name in ["overlap_grad_reduce", "overlap_param_gather", "ddp_bucket_size", "use_tp_pp_dp_mapping"]:
+        if vars(args)[name]:
+            groups.warn(args, flag_of(name), f"no effect with {_BACKEND}")
+    yield from ()
 
 
 def _optimizer(args: Namespace) -> Iterator[str]:
@@ -136,6 +147,7 @@ def _has_windows(config: dict[str, Any]) -> bool:
 RULES: tuple[Callable[[Namespace], Iterable[str]], ...] = (
     _model_parallelism,
     _absent_parts,
+    _unread,
     _optimizer,
     _recomputation,
     _attention,

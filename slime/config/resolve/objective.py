@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 
+from slime.algorithms.arguments import needs_reference
 from slime.algorithms.estimators import Estimator, find_estimator
 from slime.config import groups
 from slime.config.groups import flag_of
@@ -54,31 +55,97 @@ def kl_estimator(args: Namespace) -> None:
 
 
 def unread(args: Namespace) -> None:
-    """Report given flags of the objective that nothing reads."""
+    """Report given flags that nothing reads in this combination."""
+    for names, is_read, needed in (*_objective(args), *_trainer(args), *_observers(args)):
+        for name in names.split():
+            if name in args.given and vars(args)[name] and not is_read:
+                groups.warn(args, flag_of(name), f"no effect without {needed}")
+    if args.loss_type != "sft_loss":
+        return
+    for name in ("use_kl_loss", "kl_coef", "entropy_coef", "use_tis", "use_opsm", "use_opd", "normalize_advantages"):
+        if vars(args)[name]:
+            groups.warn(args, flag_of(name), "no effect with --loss-type sft_loss")
+
+
+# (names of flags, whether they are read, what they need)
+Readers = tuple[tuple[str, bool, str], ...]
+
+
+def _objective(args: Namespace) -> Readers:
     estimator = find_estimator(args.advantage_estimator)
-    needed = (
+    weights = args.use_tis or args.get_mismatch_metrics
+    return (
         ("kl_loss_coef use_unbiased_kl", args.use_kl_loss, "--use-kl-loss"),
+        ("kl_loss_type ref_update_interval", needs_reference(args), "--use-kl-loss or --kl-coef"),
         ("opsm_delta", args.use_opsm, "--use-opsm"),
         ("opd_kl_coef opd_type", args.use_opd, "--use-opd"),
-        (
-            "tis_clip tis_clip_low custom_tis_function_path",
-            args.use_tis or args.get_mismatch_metrics,
-            "--use-tis or --get-mismatch-metrics",
-        ),
+        ("opd_teacher_ckpt_step", args.opd_teacher_load is not None, "--opd-teacher-load"),
+        ("tis_clip tis_clip_low custom_tis_function_path", weights, "--use-tis or --get-mismatch-metrics"),
         ("custom_loss_function_path", args.loss_type == "custom_loss", "--loss-type custom_loss"),
+        ("custom_pg_loss_reducer_function_path", args.loss_type == "policy_loss", "--loss-type policy_loss"),
         ("eps_clip_c", estimator.surrogate == Estimator.surrogate, "an --advantage-estimator with PPO's surrogate"),
         ("gamma", not estimator.credit.endswith(":group_relative"), "an --advantage-estimator that discounts rewards"),
         ("num_critic_only_steps value_clip lambd", estimator.needs_critic, "an --advantage-estimator with a critic"),
+        (
+            "use_routing_replay",
+            _records_experts(args),
+            "a pass before training, such as with --num-steps-per-rollout 2",
+        ),
+        # otherwise the weights that training starts from are those that generated the rollout
+        (
+            "keep_old_actor",
+            args.is_async or args.update_weights_interval > 1,
+            "train_async.py or --update-weights-interval 2",
+        ),
     )
-    for names, is_on, switch in needed:
-        for name in names.split():
-            if name in args.given and vars(args)[name] and not is_on:
-                groups.warn(args, flag_of(name), f"no effect without {switch}")
-    if args.loss_type != "sft_loss":
-        return
-    for name in ("use_kl_loss", "kl_coef", "entropy_coef", "use_tis", "use_opsm", "use_opd"):
-        if vars(args)[name]:
-            groups.warn(args, flag_of(name), "no effect with --loss-type sft_loss")
+
+
+def _records_experts(args: Namespace) -> bool:
+    """Whether a pass for old log-probs comes before the steps, whose experts they repeat, or engines chose them."""
+    # as backends.training.credit.passes_needed, which imports torch
+    others = (
+        *(args.use_rollout_routing_replay, args.num_steps_per_rollout != 1, args.use_rollout_entropy, args.use_opd),
+        *(args.kl_coef, args.custom_advantage_function_path, args.rollout_data_postprocess_path),
+    )
+    return any(others) or args.loss_type == "custom_loss"
+
+
+def _trainer(args: Namespace) -> Readers:
+    decays, rotates = args.lr_decay_style != "constant", "muon" in args.optimizer
+    muon = "muon_momentum muon_num_ns_steps muon_scale_mode muon_extra_scale_factor muon_tp_mode muon_fp32_matmul_prec"
+    return (
+        ("max_tokens_per_gpu", args.use_dynamic_batch_size, "--use-dynamic-batch-size"),
+        ("mtp_loss_scaling_factor", args.enable_mtp_training, "--enable-mtp-training"),
+        ("lora_alpha lora_dropout", args.lora_rank != 0, "--lora-rank"),
+        ("min_lr lr_decay_iters", decays, "an --lr-decay-style that decays"),
+        ("lr_wsd_decay_style", args.lr_decay_style == "WSD", "--lr-decay-style WSD"),
+        ("sgd_momentum", args.optimizer == "sgd", "--optimizer sgd"),
+        ("adam_beta1 adam_beta2 adam_eps", args.optimizer != "sgd", "--optimizer adam"),
+        (muon, rotates, "--optimizer muon"),
+        (
+            "optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d",
+            args.optimizer_cpu_offload,
+            "--optimizer-cpu-offload",
+        ),
+    )
+
+
+def _observers(args: Namespace) -> Readers:
+    replays, profiles = args.load_debug_rollout_data is not None, args.use_pytorch_profiler
+    memory = "memory_snapshot_path memory_snapshot_dir memory_snapshot_num_steps memory_recorder"
+    wandb = "wandb_mode wandb_dir wandb_key wandb_host wandb_team wandb_group wandb_run_id"
+    return (
+        ("load_debug_rollout_data_subsample", replays, "--load-debug-rollout-data"),
+        ("max_weight_staleness", args.is_async, "train_async.py"),
+        ("background_eval", args.eval_interval is not None, "--eval-interval"),
+        ("fetch_trajectory_retry_times rollout_task_type", bool(args.rollout_buffer_url), "--rollout-buffer-url"),
+        ("profile_target profile_step_start profile_step_end tensorboard_dir", profiles, "--use-pytorch-profiler"),
+        (memory, args.record_memory_history, "--record-memory-history"),
+        ("metrics_host", args.metrics_port is not None, "--metrics-port"),
+        ("trace_share", args.trace_endpoint is not None, "--trace-endpoint"),
+        ("tb_project_name tb_experiment_name", args.use_tensorboard, "--use-tensorboard"),
+        (wandb, args.use_wandb, "--use-wandb"),
+    )
 
 
 def group_normalization(args: Namespace) -> None:

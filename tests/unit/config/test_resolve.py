@@ -459,14 +459,45 @@ def test_29_without_engines_nothing_shares_the_devices_of_the_trainer(command: T
         ("--gamma 0.9", "--gamma", "an --advantage-estimator that discounts rewards"),
         ("--custom-tis-function-path {tis}", "--custom-tis-function-path", "--use-tis or --get-mismatch-metrics"),
         ("--custom-loss-function-path {loss}", "--custom-loss-function-path", "--loss-type custom_loss"),
+        ("--ref-update-interval 2", "--ref-update-interval", "--use-kl-loss or --kl-coef"),
+        ("--keep-old-actor", "--keep-old-actor", "train_async.py or --update-weights-interval 2"),
+        ("--opd-teacher-ckpt-step 3", "--opd-teacher-ckpt-step", "--opd-teacher-load"),
+        (
+            "--use-routing-replay",
+            "--use-routing-replay",
+            "a pass before training, such as with --num-steps-per-rollout",
+        ),
+        ("--max-tokens-per-gpu 9", "--max-tokens-per-gpu", "--use-dynamic-batch-size"),
+        ("--min-lr 1e-7 --lr-decay-style constant", "--min-lr", "an --lr-decay-style that decays"),
+        ("--sgd-momentum 0.5", "--sgd-momentum", "--optimizer sgd"),
+        ("--muon-momentum 0.5", "--muon-momentum", "--optimizer muon"),
+        ("--lora-alpha 8", "--lora-alpha", "--lora-rank"),
+        ("--max-weight-staleness 1", "--max-weight-staleness", "train_async.py"),
+        ("--profile-step-start 1", "--profile-step-start", "--use-pytorch-profiler"),
+        ("--memory-snapshot-num-steps 2", "--memory-snapshot-num-steps", "--record-memory-history"),
+        ("--wandb-group mine", "--wandb-group", "--use-wandb"),
+        ("--background-eval", "--background-eval", "--eval-interval"),
     ],
 )
-def test_a_flag_of_the_objective_without_its_switch_is_a_warning(
-    flags: str, flag: str, needs: str, command: TinyCommand
-):
+def test_a_flag_without_its_switch_is_a_warning(flags: str, flag: str, needs: str, command: TinyCommand):
     loss = "slime.backends.megatron_utils.loss"
     words = flags.format(tis=f"{loss}:icepop_function", loss=f"{loss}:policy_loss_function").split()
     assert f"{flag}: no effect without {needs}" in command.warnings(*words)
+
+
+@pytest.mark.parametrize(
+    ("flags", "flag", "is_async"),
+    [
+        ("--ref-update-interval 2 --use-kl-loss --kl-loss-coef 0.1 --kl-loss-type k2", "--ref-update-interval", False),
+        ("--keep-old-actor", "--keep-old-actor", True),
+        ("--keep-old-actor --update-weights-interval 2", "--keep-old-actor", False),
+        ("--use-routing-replay --num-steps-per-rollout 2", "--use-routing-replay", False),
+        ("--use-routing-replay --use-rollout-entropy", "--use-routing-replay", False),
+        ("--max-weight-staleness 1", "--max-weight-staleness", True),
+    ],
+)
+def test_a_flag_that_is_read_is_no_warning(flags: str, flag: str, is_async: bool, command: TinyCommand):
+    assert f"{flag}: no effect" not in command.warnings(*flags.split(), is_async=is_async)
 
 
 def test_fine_tuning_has_no_other_terms(command: TinyCommand):

@@ -46,6 +46,8 @@ def test_a_model_that_no_family_of_megatron_knows_can_be_trained(command: TinyCo
         ("--num-distributed-optimizer-instances 2", "2 does not work with --train-backend fsdp"),
         ("--use-routing-replay", "--use-routing-replay is not supported yet with"),
         ("--mtp-num-layers 1", "--mtp-num-layers is not supported yet with"),
+        ("--attention-dropout 0.1", "--attention-dropout is not supported yet with"),
+        ("--hidden-dropout 0.1", "--hidden-dropout is not supported yet with"),
         ("--async-save --save {dir}/save", "--async-save is not supported yet with"),
         ("--freeze-params-name-list embed", "--freeze-params-name-list is not supported yet with"),
         ("--recompute-granularity selective", "recomputes every layer or none: use --gradient-checkpointing"),
@@ -56,6 +58,10 @@ def test_a_model_that_no_family_of_megatron_knows_can_be_trained(command: TinyCo
 )
 def test_what_it_does_not_have_is_refused_before_anything_starts(command: TinyCommand, flags: str, problem: str):
     assert problem in command.run(*FSDP, *flags.split())[1]
+
+
+def test_parts_of_megatron_are_not_tuned(command: TinyCommand):
+    assert "--ddp-bucket-size: no effect with --train-backend fsdp" in command.warnings(*FSDP, "--ddp-bucket-size", "9")
 
 
 def test_a_model_with_sparse_attention_is_refused(command: TinyCommand):
