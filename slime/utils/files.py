@@ -11,23 +11,30 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import errno
 import fcntl
 import functools
 import json
 import logging
 import os
+import re
 import shutil
 import socket
 import stat
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from uuid import uuid4
 
 from slime.utils import process
 from slime.utils.errors import ConfigError, undone
+
+_PARTIAL = re.compile(r"\..+\.\d+\.partial")
+_OLD = timedelta(days=1)  # a live writer changes its file more often, also by the clock of a file server
 
 
 @contextlib.contextmanager
@@ -41,6 +48,7 @@ def replacing(path: Path, *, sync: bool = False) -> Iterator[Path]:
         sync: flush the new content to the disk before the rename, so that the guarantee also covers a power failure.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    _sweep(path.parent)
     # in the same folder: a rename is atomic only within a file system. The pid keeps parallel writers apart.
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
 
@@ -54,6 +62,48 @@ def replacing(path: Path, *, sync: bool = False) -> Iterator[Path]:
             with partial.open("rb") as file:
                 os.fsync(file.fileno())
         partial.replace(path)
+
+
+@functools.cache  # once per folder of a process
+def _sweep(folder: Path) -> None:
+    """Delete the temporary files of writers that were killed."""
+    # Not by the pid in the name: on a shared disk it may be that of a live process of another host or container.
+    oldest = time.time() - _OLD.total_seconds()
+    for left in folder.glob(".*.partial"):
+        with contextlib.suppress(OSError):  # another process deletes it, too
+            if _PARTIAL.fullmatch(left.name) and left.is_file() and left.stat().st_mtime < oldest:
+                left.unlink()
+
+
+def replace_directory(target: Path, new: Path, old: Path) -> None:
+    """Give the directory ``new`` the name ``target``, and delete the directory that had it.
+
+    A reader finds the one or the other at ``target``. On file systems that cannot exchange two names (NFS), there is
+    none between two renames.
+
+    Args:
+        old: unused name in the same folder, for the directory that had the name. If the process is killed, one is left
+            at ``new`` or ``old``.
+    """
+    shutil.rmtree(old, ignore_errors=True)
+    if not target.exists():
+        new.rename(target)
+    elif not _exchange(new, target):
+        target.rename(old)
+        with undone(lambda: old.rename(target)):
+            new.rename(target)
+    for replaced in (new, old):
+        shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchange two names at once. False if the file system, the kernel or the C library cannot."""
+    try:
+        renameat2 = ctypes.CDLL(None).renameat2
+    except (AttributeError, OSError):
+        return False
+    here = -100  # AT_FDCWD; the last argument is RENAME_EXCHANGE
+    return bool(renameat2(here, os.fsencode(one), here, os.fsencode(other), 2) == 0)
 
 
 def is_private_directory(directory: Path) -> bool:

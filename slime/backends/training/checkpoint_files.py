@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slime.utils.files import replacing
+from slime.utils.files import replace_directory, replacing
 
 logger = logging.getLogger(__name__)
 
@@ -159,25 +159,19 @@ def publish(
     write_manifest(
         partial, iteration, root=root, layout=layout, content=content, weight_version=version, checksums=checksums
     )
-    if final.exists():  # saved again by a resumed run: the old one stays until the new one is complete
-        old = _set_aside(final)
-        partial.rename(final)
-        shutil.rmtree(old)
-    else:
-        partial.rename(final)
+    replace_directory(final, partial, _aside(final))  # of a resumed run, which saves it again
     # after the rename: the tracker must never name an incomplete directory
     write_tracker(root, str(iteration) if is_iteration else name)
-    for left in root.glob(f".iter_*{_REMOVED}"):  # by a process that died while it deleted
+    # Of processes that died. A run writes one checkpoint at a time, and no other one may write here (run.lock).
+    for left in (*root.glob(f".iter_*{_REMOVED}"), *root.glob(".iter_*.partial")):
         shutil.rmtree(left, ignore_errors=True)
     return prune(root, keep)
 
 
-def _set_aside(directory: Path) -> Path:
-    """Rename ``directory``, which is to be deleted. Returns the new path."""
-    aside = directory.with_name(f".{directory.name}{_REMOVED}")
-    shutil.rmtree(aside, ignore_errors=True)
+def _aside(directory: Path) -> Path:
+    """The name of ``directory`` while it is deleted."""
     # an interrupted deletion must not leave half a checkpoint under a valid name
-    return directory.rename(aside)
+    return directory.with_name(f".{directory.name}{_REMOVED}")
 
 
 def read_manifest(directory: Path) -> Manifest | None:
@@ -250,7 +244,9 @@ def prune(root: Path, keep: int | None) -> list[int]:
         # a resume would start from it
         if str(manifest.iteration) == tracked:
             continue
-        shutil.rmtree(_set_aside(directory))
+        aside = _aside(directory)
+        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(directory.rename(aside))
         for name in manifest.data_state:
             (root / name).unlink(missing_ok=True)
         if manifest.has_critic:

@@ -10,13 +10,13 @@ has it. Imports no torch.
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from slime.backends.training.checkpoint_files import make_empty
-from slime.utils.errors import ConfigError, undone
+from slime.utils.errors import ConfigError
+from slime.utils.files import replace_directory
 
 MARKER = "slime_export.json"
 _FORMAT = 1
@@ -46,23 +46,13 @@ def finish_export(path: str, checksums: Mapping[str, str]) -> None:
     target = Path(path)
     if reason := foreign_content(target):  # the weights took their time: look again before they replace it
         raise ConfigError(refusal(path, reason))
-    _replace(target, beside(path, "partial"), beside(path, "old"))
+    replace_directory(target, beside(path, "partial"), beside(path, "old"))
 
 
 def beside(path: str, end: str) -> Path:
     """The hidden directory ``.<name>.<end>`` next to ``path``."""
     target = Path(path)
     return target.with_name(f".{target.name}.{end}")
-
-
-def _replace(target: Path, partial: Path, old: Path) -> None:
-    shutil.rmtree(old, ignore_errors=True)
-    # path is missing only between the two renames, and the next export puts an old one back
-    if target.exists():
-        target.rename(old)
-    with undone(lambda: old.rename(target) if old.exists() else None):
-        partial.rename(target)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def write_marker(directory: Path, checksums: Mapping[str, str]) -> None:

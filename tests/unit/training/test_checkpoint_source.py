@@ -230,8 +230,9 @@ def test_a_checkpoint_that_is_deleted_takes_the_critics_part_with_it(tmp_path: P
     assert _start(load=str(root))[3] == _start(load=str(critic))[3] == 5
 
 
-def test_what_a_process_that_died_was_deleting_goes_with_the_next_save(tmp_path: Path) -> None:
+def test_what_a_process_that_died_was_writing_or_deleting_goes_with_the_next_save(tmp_path: Path) -> None:
     (tmp_path / ".iter_0000001.removed" / "half").mkdir(parents=True)
+    partial_directory(tmp_path, "iter_0000001").mkdir()
     for _ in range(2):  # the second replaces the first, as a run that was resumed does
         partial_directory(tmp_path, "iter_0000002").mkdir()
         assert publish(tmp_path, "iter_0000002", 2, layout={}, content={}) == []

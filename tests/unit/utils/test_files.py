@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from slime.utils.files import is_private_directory, replacing
+from slime.utils import files
+from slime.utils.files import is_private_directory, replace_directory, replacing
 
 
 def test_a_file_becomes_the_new_one_at_the_end_of_the_block(tmp_path: Path) -> None:
@@ -49,6 +53,52 @@ def test_the_new_content_is_on_the_disk_before_it_has_its_name(tmp_path: Path, m
         with replacing(place, sync=sync) as partial:
             partial.write_text("new")
     assert synced == [("new", False)]
+
+
+def test_files_of_killed_writers_are_deleted_when_they_are_old(tmp_path: Path) -> None:
+    two_days_ago = time.time() - 2 * 24 * 3600
+    left, others = [".state.json.7.partial", ".rollout_3.pt.4711.partial"], [".mine.partial", "state.json.7.partial"]
+    for name in (*left, *others, ".state.json.8.partial"):
+        (tmp_path / name).write_text("ha")
+        if not name.startswith(".state.json.8"):  # perhaps by a writer on another host
+            os.utime(tmp_path / name, (two_days_ago, two_days_ago))
+    with replacing(tmp_path / "state.json") as partial:
+        partial.write_text("new")
+    assert {path.name for path in tmp_path.iterdir()} == {"state.json", ".state.json.8.partial", *others}
+
+
+def _directory(path: Path, content: str) -> Path:
+    path.mkdir()
+    (path / "weights").write_text(content)
+    return path
+
+
+def test_a_directory_is_at_its_place_while_it_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, new = _directory(tmp_path / "target", "old"), _directory(tmp_path / ".new", "new")
+
+    def fail(*_: Any) -> None:
+        raise OSError("there is nothing at the target after the first of two renames")
+
+    monkeypatch.setattr(Path, "rename", fail)
+    replace_directory(target, new, tmp_path / ".old")
+    assert (target / "weights").read_text() == "new"
+    assert list(tmp_path.iterdir()) == [target]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_without_an_exchange_of_names_a_directory_is_renamed_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    monkeypatch.setattr(files, "_exchange", lambda one, other: False)
+    target, new = _directory(tmp_path / "target", "old"), tmp_path / ".new"
+    _directory(tmp_path / ".old", "older")
+    if fails:
+        with pytest.raises(FileNotFoundError):
+            replace_directory(target, new, tmp_path / ".old")
+    else:
+        replace_directory(target, _directory(new, "new"), tmp_path / ".old")
+    assert (target / "weights").read_text() == ("old" if fails else "new")
+    assert list(tmp_path.iterdir()) == [target]
 
 
 def test_a_directory_is_private_where_only_its_owner_can_write(tmp_path: Path) -> None:
