@@ -152,7 +152,7 @@ def join_group(
     server = connect(is_master=True, wait_for_workers=False) if rank == 0 else None
     with _gloo_interfaces(interfaces):
         # in threads: gloo waits five times the timeout for the connection of a member that died, and is not interrupted
-        forming, waiting = _in_thread(form, group_name), _in_thread(wait, group_name)
+        forming, waiting = in_thread(form, group_name), in_thread(wait, group_name)
         done = futures.wait((forming, waiting), return_when=futures.FIRST_EXCEPTION).done
     if not any(one.exception() for one in done):
         group: ProcessGroup = forming.result()
@@ -181,7 +181,7 @@ def _leave(late: Future[ProcessGroup]) -> None:
         destroy_group(late.result())
 
 
-def _in_thread(work: Callable[[], object], name: str) -> Future[Any]:
+def in_thread(work: Callable[[], object], name: str) -> Future[Any]:
     """Do ``work`` in a thread that does not keep the process alive."""
     outcome: Future[Any] = Future()
 

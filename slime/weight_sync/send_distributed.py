@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,7 @@ import torch.distributed as dist
 
 from slime.backends.protocols import EngineFleet, NamedTensor, PendingCalls
 from slime.utils import accelerator
-from slime.utils.distributed_utils import destroy_group, join_group
+from slime.utils.distributed_utils import destroy_group, in_thread, join_group
 from slime.utils.net import WEIGHT_INTERFACES
 from slime.weight_sync.chunks import WeightChunk
 
@@ -49,7 +50,7 @@ class _UnderWay:
     """
 
     receiving: PendingCalls
-    broadcasts: Sequence[Any]
+    broadcasts: Future[list[Any]]
     parts: Sequence[torch.Tensor]
     memory: torch.Tensor | None
 
@@ -126,7 +127,12 @@ class DistributedSender:
             weight_version=weight_version,
             load_format="flattened_bucket" if is_flat else None,
         )
-        broadcasts = [dist.broadcast(part, src=0, group=self._group, async_op=True) for part in parts]
+        group = self._group
+        # In a thread: NCCL connects the members in the first broadcast, and waits without a deadline for an engine that
+        # died. Its call, which has a deadline, names it.
+        broadcasts = in_thread(
+            lambda: [dist.broadcast(part, src=0, group=group, async_op=True) for part in parts], self._group_name
+        )
         self._under_way = _UnderWay(receiving, broadcasts, parts, memory)
 
     def finish(self) -> None:
@@ -145,7 +151,7 @@ class DistributedSender:
         under_way, self._under_way = self._under_way, None
         if under_way is not None:
             under_way.receiving.wait(self._timeout_s)  # first: an engine that refuses never joins the broadcasts
-            for broadcast in under_way.broadcasts:
+            for broadcast in under_way.broadcasts.result(self._timeout_s):
                 broadcast.wait()
             if under_way.memory is not None:
                 self._spare = under_way.memory

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import queue
+import threading
 from typing import Any
 
 import pytest
@@ -22,7 +24,7 @@ class Engines(RecordingFleet):
     def __init__(self, *engines: EngineInfo) -> None:
         super().__init__(engines or None)
         self.log: list[str] = []
-        self.on_the_wire: list[torch.Tensor] = []
+        self.on_the_wire: queue.Queue[torch.Tensor] = queue.Queue()
         self.sent: list[torch.Tensor] = []
         self.received: list[bytes] = []
         self.refuses: str | None = None
@@ -43,7 +45,7 @@ class Reply:
         if self.engines.refuses == self.name:
             raise EngineError(f"wrong shape of {self.name}")
         self.engines.log.append(f"arrived {self.name}")
-        self.engines.received.append(bytes(self.engines.on_the_wire.pop(0).view(-1).view(torch.uint8).numpy()))
+        self.engines.received.append(bytes(self.engines.on_the_wire.get(timeout=60).view(-1).view(torch.uint8).numpy()))
         return [None]
 
 
@@ -53,7 +55,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> Engines:
 
     def broadcast(flat: torch.Tensor, **kwargs: Any) -> Done:
         engines.sent.append(flat)
-        engines.on_the_wire.append(flat)  # read when it arrives: overwritten memory would show
+        engines.on_the_wire.put(flat)  # read when it arrives: overwritten memory would show
         return Done([])
 
     monkeypatch.setattr(send_distributed.dist, "broadcast", broadcast)
@@ -111,6 +113,21 @@ def test_a_refused_bucket_is_an_error_and_leaving_is_possible_afterwards(engines
     assert engines.verbs[-1] == "destroy_weights_update_group"
     sender.disconnect()
     assert engines.verbs.count("destroy_weights_update_group") == 1
+
+
+def test_an_engine_that_died_before_it_joined_the_first_broadcast_is_named(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender, (chunk,) = _sender(engines), _chunks(4)
+    gives_up = threading.Event()
+    # As NCCL, which connects the members in the first broadcast.
+    monkeypatch.setattr(send_distributed.dist, "broadcast", lambda *args, **kwargs: gives_up.wait(60))
+    engines.refuses = "w0"
+    sender.send(chunk, "1")
+    with pytest.raises(EngineError, match="wrong shape of w0"):
+        sender.finish()
+    assert not gives_up.is_set()
+    gives_up.set()
 
 
 def test_large_tensors_are_sent_from_where_they_lie(engines: Engines) -> None:
