@@ -115,7 +115,14 @@ AGENTS: dict[str, Callable[[Namespace, str, str, str], Awaitable[str]]] = {"stra
 
 def _client(args: Namespace, url: str, sid: str) -> openai.AsyncOpenAI:
     """A client with the session's id as key. It tries again while the adapter answers 503 because weights change."""
-    return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=sid, timeout=args.strands_seconds, max_retries=3)
+    return openai.AsyncOpenAI(
+        base_url=f"{url}/v1",
+        api_key=sid,
+        timeout=args.strands_seconds,
+        max_retries=3,
+        # a proxy of the environment cannot reach the adapter
+        http_client=openai.DefaultAsyncHttpxClient(trust_env=False),
+    )
 
 
 async def generate(

@@ -67,7 +67,8 @@ def num_tokens(text: str) -> int:
 
 
 @pytest.mark.parametrize("agent", AGENTS)
-def test_an_agent_with_a_calculator_leaves_one_sample_with_its_turns_trained(play, agent):
+def test_an_agent_with_a_calculator_leaves_one_sample_with_its_turns_trained(play, agent, monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # for the outside: nothing answers there
     use = call("calculator", expression="47*83") + END
     sample = Sample(index=0, prompt=QUESTION, label="3901")
     settings = STRANDS_SETTINGS | {"strands_agent": agent}
