@@ -23,7 +23,7 @@ from typing import Protocol
 from slime.backends.protocols import EVERY_RANK, SOURCE, EngineFleet, EngineInfo, Recipients, WeightExporter
 from slime.utils import accelerator
 from slime.utils.errors import undone
-from slime.utils.net import free_port
+from slime.utils.net import claim_ports
 from slime.weight_sync.chunks import SentBefore, WeightChunk, bucket_bytes
 from slime.weight_sync.root_hash import places_of
 from slime.weight_sync.send_distributed import DistributedSender
@@ -119,7 +119,11 @@ class WeightUpdater:
             name = f"slime-pp_{next(self._group_numbers)}"
             network = DistributedSender(fleet.only(far), group_name=name, timeout_s=self._timeout_s)
             senders.add(network)
-            network.connect(self._address, free_port())
+            port = claim_ports(self._address)  # until the group is formed: other processes of this host take others
+            try:
+                network.connect(self._address, port.first)
+            finally:
+                port.release()
 
         if far:
             self._ranks.on_source(connect)

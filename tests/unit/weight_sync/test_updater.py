@@ -11,6 +11,7 @@ import pytest
 from slime.backends.protocols import EVERY_RANK, SOURCE, EngineInfo, NamedTensor, Recipients
 from slime.utils import accelerator
 from slime.utils.errors import EngineError
+from slime.utils.net import claim_ports
 from slime.weight_sync import updater as updater_module
 from slime.weight_sync.session import TrainerRanks, WeightUpdate
 from slime.weight_sync.updater import WeightUpdater
@@ -33,6 +34,8 @@ class Network(RecordingSender):
 
     def connect(self, address: str, port: int) -> None:
         self.fleet.verbs.append("connect")
+        self.next_claim = claim_ports(address, start=port).first
+        self.port = port
         if self.connect_error is not None:
             raise self.connect_error
 
@@ -71,6 +74,15 @@ def test_engines_with_devices_of_their_own_never_get_memory(network):
     _updater().update(fleet, StubTrainer(), UPDATE)
     assert [sender.urls for sender in network.made] == [["a"]]
     assert "update_weights_from_tensor" not in fleet.verbs
+
+
+def test_the_port_of_a_group_is_claimed_until_it_is_formed(network):
+    fleet = _fleet()
+    fleet.version = "1"
+    _updater().update(fleet, StubTrainer(), UPDATE)
+    (made,) = network.made
+    assert made.next_claim > made.port
+    assert claim_ports("127.0.0.1", start=made.port).first == made.port
 
 
 def test_connections_are_kept_for_the_same_engines_and_made_anew_for_others(network):
