@@ -326,7 +326,7 @@ class E2BSandbox(BaseSandbox):
                 if not idempotent or attempt >= self.rpc_retries or not _is_transient(error):
                     raise
             # Random: calls that failed together must not be sent again together.
-            await asyncio.sleep(random.uniform(0, min(_LAST_BACKOFF_S, _FIRST_BACKOFF_S * 2**attempt)))
+            await asyncio.sleep(random.SystemRandom().uniform(0, min(_LAST_BACKOFF_S, _FIRST_BACKOFF_S * 2**attempt)))
             attempt += 1
 
 

@@ -156,7 +156,7 @@ class GenerateState(metaclass=SingletonMeta):
     def dp_rank_context(self) -> Iterator[int]:
         """Count a request on one of the least busy data-parallel ranks of the engines."""
         least = min(self.dp_counts)
-        rank = random.choice([i for i, count in enumerate(self.dp_counts) if count == least])
+        rank = random.SystemRandom().choice([i for i, count in enumerate(self.dp_counts) if count == least])
         self.dp_counts[rank] += 1
         self.dp_rank = rank
         try:

@@ -284,8 +284,9 @@ async def _with_retries(
     problem = ""
     for number in range(max_retries + 1):
         if number:
-            # jitter: requests that failed together must not arrive together again
-            pause = min(_FIRST_BACKOFF_S * 2 ** (number - 1), _LAST_BACKOFF_S) * random.uniform(0.8, 1.2)
+            # jitter: requests that failed together must not arrive together again, also in processes with one seed
+            jitter = random.SystemRandom().uniform(0.8, 1.2)
+            pause = min(_FIRST_BACKOFF_S * 2 ** (number - 1), _LAST_BACKOFF_S) * jitter
             await asyncio.sleep(min(pause, deadline.remaining))
         if deadline.remaining <= 0:
             raise RequestExpired(str(deadline.error(problem)))

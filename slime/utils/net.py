@@ -153,7 +153,8 @@ def is_port_available(port: int) -> bool:
 
 def find_available_port(base_port: int) -> int:
     """A free port above ``base_port``, not reserved."""
-    port = base_port + random.randint(100, 1000)  # random: processes that start together get different ports
+    # random: processes that start together get different ports, also with one seed
+    port = base_port + random.SystemRandom().randint(100, 1000)
     for _ in range(_LAST_CHOICE):
         if is_port_available(port):
             return port

@@ -271,7 +271,11 @@ def _drawn(name: str) -> Callable[..., Any]:
     )
 
 
-RANDOM = Namespace(random, **{name: _drawn(name) for name in ("random", "uniform", "choice", "randint", "randrange")})
+RANDOM = Namespace(
+    random,
+    SystemRandom=lambda: random.SystemRandom() if World.current_world is None else world().random,
+    **{name: _drawn(name) for name in ("random", "uniform", "choice", "randint", "randrange")},
+)
 
 
 # ---- the event loop

@@ -227,7 +227,7 @@ _RULES: dict[str, Rule] = {
     "f1": lambda response, label, _: f1_score(response, label)[0],
     "gpqa": lambda response, label, metadata: compute_gpqa_reward(response, label, metadata),
     "ifbench": lambda response, _, metadata: grade_ifbench(response, metadata),
-    "random": lambda *_: random.randint(0, 1),
+    "random": lambda *_: random.SystemRandom().randint(0, 1),  # the state of ``random`` is that of users
 }
 """Name -> rule over (response, label, metadata)."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -236,3 +237,10 @@ def test_a_label_may_be_a_number(rm_type: str, reward: float, label: Any):
     sample = Sample(response="\\boxed{42}\nAnswer: 42", label=label)
     found = asyncio.run(async_rm(Namespace(rm_type=rm_type), sample))
     assert (found["score"] if isinstance(found, dict) else found) == reward
+
+
+def test_random_rewards_leave_the_generator_of_users_alone():
+    state = random.getstate()
+    rewards = {asyncio.run(async_rm(Namespace(rm_type="random"), Sample())) for _ in range(50)}
+    assert rewards == {0, 1}
+    assert random.getstate() == state

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import random
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -28,6 +29,7 @@ from slime.rollout.filters import (
     check_reward_nonzero_std_with_fallback,
     should_drop_dynamic_filter_output,
 )
+from slime.rollout.sglang_rollout import GenerateState
 from slime.utils import http_utils
 from slime.utils.errors import ConfigError, DataError, DeadlineExceeded, EngineError
 from tests.limits import unloaded_time
@@ -65,6 +67,15 @@ def test_filters_may_return_a_bool_and_drops_are_counted_by_reason():
     for reason in ("a", "a", None, ""):
         gatherer.on_dynamic_filter_drop(reason)
     assert gatherer.collect() == {"rollout/dynamic_filter/drop_a": 2}
+
+
+def test_ranks_are_drawn_without_the_generator_of_users():
+    state, drawn = random.getstate(), set()
+    for _ in range(50):
+        with GenerateState.dp_rank_context(SimpleNamespace(dp_counts=[0, 1, 0])) as rank:
+            drawn.add(rank)
+    assert drawn == {0, 2}
+    assert random.getstate() == state
 
 
 # --- hooks on samples
