@@ -40,7 +40,7 @@ _LEFT_OUT = frozenset(
         --save-debug-train-data --async-save --ci-save-grad-norm --trackers --use-wandb --wandb-key --wandb-project
         --wandb-group --use-tensorboard --tb-project-name --tb-experiment-name --metrics-port --eval-interval
         --eval-prompt-data --eval-config --background-eval --eval-function-path --rollout-function-path
-        --async-buffer-size --max-weight-staleness --update-weights-interval
+        --async-buffer-size --max-weight-staleness --update-weights-interval --strict-args
         """
     )
 )

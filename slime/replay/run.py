@@ -136,7 +136,7 @@ _ONE_PROCESS = shlex.split(
     --record-samples 0
     """
 )
-# flags that are dropped, because they need several processes and have no value for one
+# flags that are dropped: they need several processes and have no value for one, or refuse those that it does not read
 _OF_MANY_PROCESSES = frozenset(
     shlex.split(
         """
@@ -146,6 +146,7 @@ _OF_MANY_PROCESSES = frozenset(
         --rollout-external-engine-addrs --sglang-config --prefill-num-servers --sglang-enable-dp-attention
         --sglang-tp-size --sglang-tensor-parallel-size --sglang-pp-size --sglang-pipeline-parallel-size
         --sglang-dp-size --sglang-data-parallel-size --sglang-ep-size --sglang-expert-parallel-size
+        --strict-args
         """
     )
 )

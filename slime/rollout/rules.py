@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 from slime.config import groups
 from slime.config.check.objective import MEDIA
+from slime.config.groups import flag_of
 from slime.config.resolve.cluster import has_other_terms, is_group_relative
 from slime.data.arguments import PromptDataArgs
 from slime.data.prepare import PromptMaker
@@ -27,6 +28,12 @@ FULLY_ASYNC = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
 _REPLAY = "slime.rollout.forge_load.generate_rollout"
 _STREAMING = "slime.rollout.sglang_streaming_rollout.generate_streaming"
 _SUPERVISED = "slime.rollout.sft_rollout.generate_rollout"
+_READERS = {
+    "rollout_longest_first": DEFAULT_ROLLOUT_FUNCTION,
+    "over_sampling_batch_size": DEFAULT_ROLLOUT_FUNCTION,
+    "loss_mask_type": _SUPERVISED,
+    "replay_schedule": "slime.rollout.scheduled_rollout.generate_rollout",
+}
 _UNREADABLE = (DataError, ImportError, OSError)
 """Errors of reading a data file. ``_files`` reports them, the other rules skip the file."""
 
@@ -283,10 +290,12 @@ def _http_workers(args: Namespace) -> Iterator[str]:
     yield from ()
 
 
-def _longest_first(args: Namespace) -> Iterator[str]:
+def _of_another_function(args: Namespace) -> Iterator[str]:
+    """Flags that one rollout function of slime reads, with another one of them."""
     path = _dotted(args.rollout_function_path)
-    if args.rollout_longest_first and path.startswith("slime.rollout.") and path != DEFAULT_ROLLOUT_FUNCTION:
-        groups.warn(args, "--rollout-longest-first", f"no effect on --rollout-function-path {path}")
+    for name, reader in _READERS.items() if path.startswith("slime.rollout.") else ():
+        if name in args.given and vars(args)[name] and path != reader:
+            groups.warn(args, flag_of(name), f"no effect on --rollout-function-path {path}")
     yield from ()
 
 
@@ -327,6 +336,6 @@ def _returned_groups(args: Namespace) -> Iterator[str]:
 STEPS = (reward_type, chat_template)
 RULES = (
     *(_files, _stream, _replay, _rewards, _single_samples, _tracing, _evaluation, _http_workers),
-    *(_training_rows, _evaluation_rows, _epoch, _supervised, _longest_first),
+    *(_training_rows, _evaluation_rows, _epoch, _supervised, _of_another_function),
 )
 HOOK_RULES = (_evaluation_hooks, _returned_groups)

@@ -131,12 +131,13 @@ def _trainer(args: Namespace) -> Readers:
 
 
 def _observers(args: Namespace) -> Readers:
+    ahead = args.is_async or "fully_async" in args.rollout_function_path
     replays, profiles = args.load_debug_rollout_data is not None, args.use_pytorch_profiler
     memory = "memory_snapshot_path memory_snapshot_dir memory_snapshot_num_steps memory_recorder"
     wandb = "wandb_mode wandb_dir wandb_key wandb_host wandb_team wandb_group wandb_run_id"
     return (
         ("load_debug_rollout_data_subsample", replays, "--load-debug-rollout-data"),
-        ("max_weight_staleness", args.is_async, "train_async.py"),
+        ("max_weight_staleness", ahead, "train_async.py"),
         ("background_eval", args.eval_interval is not None, "--eval-interval"),
         ("fetch_trajectory_retry_times rollout_task_type", bool(args.rollout_buffer_url), "--rollout-buffer-url"),
         ("profile_target profile_step_start profile_step_end tensorboard_dir", profiles, "--use-pytorch-profiler"),

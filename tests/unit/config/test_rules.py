@@ -88,6 +88,8 @@ ERRORS = [
         "--rollout-longest-first: no effect on --rollout-function-path slime.rollout.fully_async_rollout.",
         is_async=True,
     ),
+    case("A-masks-strict", "--loss-mask-type qwen3 --strict-args", "--loss-mask-type: no effect on --rollout-function"),
+    case("A-schedule-strict", "--replay-schedule s.jsonl --strict-args", "--replay-schedule: no effect on --rollout-"),
     case("A-prefixes-spec", "--share-prefixes --spec mine.py:layers", "--spec mine.py:layers has an attention that"),
     case("19-strict", "--advantage-estimator cispo --strict-args", "--eps-clip 0.2: cispo cuts off small ratios too"),
     case("22", "--save-debug-rollout-data {dir}/x --save-debug-train-data {dir}/x", "are the same file"),

@@ -62,7 +62,7 @@ def test_the_checkpoints_of_the_run_are_not_the_start_of_its_replay_however_they
     cwd = tmp_path / "run"
     (cwd / "checkpoints").mkdir(parents=True)
     load = load.format(cwd=cwd)
-    argv = ["--load", load, "--save", "checkpoints", "--lr", "1"]
+    argv = ["--strict-args", "--load", load, "--save", "checkpoints", "--lr", "1"]
     info = RunInfo("train.py", argv, str(cwd), 0.0, settings={"load": load, "save": "checkpoints"})
     assert list(replay_argv(info)) == ["--lr", "1"]
     other = replace(info, settings={"load": "elsewhere", "save": "checkpoints"})

@@ -24,6 +24,7 @@ from tests.unit.config.tiny_command import make_command
         "--rollout-num-gpus-per-engine 2 --rollout-num-gpus 2 --sglang-pp-size 2",
         "--rollout-num-gpus-per-engine 2 --rollout-num-gpus 2 --sglang-dp-size 2 --sglang-enable-dp-attention",
         "--rollout-external-engine-addrs gone:1 gone:2",
+        "--max-weight-staleness 1 --strict-args",
     ],
 )
 def test_a_run_of_many_processes_is_replayed_in_one(
