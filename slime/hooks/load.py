@@ -24,6 +24,7 @@ from types import ModuleType
 from typing import Any
 
 from slime.hooks.protocols import HOOKS, Hook, Role
+from slime.utils.async_utils import is_async
 from slime.utils.errors import ConfigError, named, translated, undone
 
 # Prefix of the modules that files are loaded as.
@@ -95,7 +96,11 @@ def _problem(hook: Hook, path: str, group_rm: bool) -> str | None:
         return f"{hook.flag} {path} is a {type(function).__name__}, not a function."
     if inspect.isclass(function) and hook.role == "reward":
         return None if _is_reward_class(function) else f"{hook.flag} {path}: the class needs a method compute_reward."
-    if any(can_be_called(function, call) for call in hook.calls):
+    if is_async(function) and not hook.is_awaited:
+        return f"{hook.flag} {path} is an async function, and its result is not awaited: write it as a plain def."
+    # A function of one sample must take its sampling parameters, and one of a group may leave them out.
+    calls = [hook.calls[takes_group(function)]] if hook.role == "generate" else hook.calls
+    if any(can_be_called(function, call) for call in calls):
         return None
     wanted = " or ".join(f"({', '.join(name.lstrip('*?') for name in call)})" for call in hook.calls)
     return (
@@ -211,6 +216,11 @@ def annotation(function: Callable[..., Any], position: int) -> str:
     # Annotations are texts in modules with ``from __future__ import annotations``.
     texts = [str(p.annotation) for p in parameters if p.annotation is not inspect.Parameter.empty]
     return "".join(texts).lower().replace("typing.", "").removeprefix("collections.abc.")
+
+
+def takes_group(function: Callable[..., Any]) -> bool:
+    """Whether a generate function generates all samples of a prompt at once."""
+    return accepts(function, "samples") or annotation(function, 1).startswith(("list", "sequence"))
 
 
 def accepted_kwargs(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

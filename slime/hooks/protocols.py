@@ -246,12 +246,14 @@ class Hook:
         signatures: accepted calls separated by ``|``, as parameter names: ``*name`` is passed by keyword, ``?name`` by
             keyword if the function has such a parameter. One must fit.
         role: decides which name is taken from a path that is only a file.
+        is_awaited: the function may be async.
     """
 
     dest: str
     protocol: type
     signatures: str
     role: Role = "other"
+    is_awaited: bool = False
 
     @property
     def flag(self) -> str:
@@ -263,26 +265,21 @@ class Hook:
 
 
 _ROLLOUT = "args rollout_id data_source *evaluation"
+_GENERATE = "args sample sampling_params ?evaluation | args samples ?sampling_params ?evaluation"
+_REWARD = "args sample | *prompts *responses ?labels ?samples ?metadata ?args"
 _TIS = "args *pg_loss *train_log_probs *rollout_log_probs *loss_masks *total_lengths *response_lengths"
 
 HOOKS: tuple[Hook, ...] = (
     Hook("rollout_function_path", RolloutFunction, _ROLLOUT, "rollout"),
     Hook("eval_function_path", RolloutFunction, _ROLLOUT, "rollout"),
-    Hook(
-        "custom_generate_function_path",
-        CustomGenerate,
-        "args sample sampling_params ?evaluation | args samples ?sampling_params ?evaluation",
-        "generate",
-    ),
+    Hook("custom_generate_function_path", CustomGenerate, _GENERATE, "generate", is_awaited=True),
     # A model that scores a batch gets plain lists by name, one that scores a sample gets ``args`` first.
-    Hook(
-        "custom_rm_path", CustomReward, "args sample | *prompts *responses ?labels ?samples ?metadata ?args", "reward"
-    ),
+    Hook("custom_rm_path", CustomReward, _REWARD, "reward", is_awaited=True),
     Hook("dynamic_sampling_filter_path", DynamicFilter, "args samples", "filter"),
     Hook("buffer_filter_path", BufferFilter, "args rollout_id buffer num_samples | args buffer num_samples", "filter"),
     # The last form is a call without arguments.
     Hook("data_source_path", DataSourceLike, "args | dataset args |", "data_source"),
-    Hook("rollout_sample_hook_path", SampleHook, "args sample ?rollout_id ?evaluation"),
+    Hook("rollout_sample_hook_path", SampleHook, "args sample ?rollout_id ?evaluation", is_awaited=True),
     Hook("rollout_sample_filter_path", SampleFilter, "args groups", "filter"),
     Hook("rollout_all_samples_process_path", ProcessAllSamples, "args all_groups data_source"),
     Hook("custom_reward_post_process_path", RewardPostProcess, "args samples"),

@@ -22,7 +22,7 @@ from typing import Any
 
 from slime.data.processing import render_chat
 from slime.data.sample import Sample, iter_samples
-from slime.hooks.load import accepted_kwargs, accepts, annotation, load_function, name_of
+from slime.hooks.load import accepted_kwargs, accepts, load_function, name_of
 from slime.rollout.base_types import complete_args
 from slime.rollout.collect import mask_older_tokens
 from slime.rollout.engine_request import cut_stop_token
@@ -89,11 +89,6 @@ async def until_finished(
         if num_fruitless > _MAX_FRUITLESS:
             return result
         await asyncio.sleep(_FRUITLESS_PAUSE_S * num_fruitless)  # the engine may still be listed
-
-
-def takes_group(function: Callable[..., Any]) -> bool:
-    """Whether ``function`` generates all samples of a prompt at once."""
-    return accepts(function, "samples") or annotation(function, 1).startswith(("list", "sequence"))
 
 
 @dataclass(frozen=True)

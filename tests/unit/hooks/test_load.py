@@ -70,7 +70,7 @@ def test_an_error_inside_the_users_file_is_shown(user_file):
 
 def test_hooks_are_checked_at_start_up_all_at_once(user_file):
     path = user_file(
-        "def generate(args, sample): pass\n"
+        "def generate(args, sample, sampling_params): pass\n"
         "def rollout(args, rollout_id): pass\n"
         "def reward(args, sample, **kwargs): pass\n"
         "class NoReward: pass\n"
@@ -97,8 +97,9 @@ def test_hooks_are_checked_at_start_up_all_at_once(user_file):
     assert "needs a method compute_reward" in check_hooks(args)[0]
 
 
-def test_a_generate_function_with_no_room_for_its_arguments_is_refused(user_file):
-    path = user_file("def f(args): pass\n", "narrow.py")
+@pytest.mark.parametrize("parameters", ["args", "args, sample", "args, sample, *, evaluation"])
+def test_a_generate_function_with_no_room_for_its_arguments_is_refused(user_file, parameters):
+    path = user_file(f"def f({parameters}): pass\n", f"narrow{len(parameters)}.py")
     (problem,) = check_hooks(SimpleNamespace(custom_generate_function_path=f"{path}:f"))
     assert "(args, sample, sampling_params, evaluation) or (args, samples, sampling_params, evaluation)" in problem
 
@@ -170,6 +171,14 @@ def test_a_function_that_cannot_be_called_is_a_problem_whichever_flag_names_it(h
     for wrong in (f"{path}:f", f"{path}:gone"):
         (problem,) = check_hooks(SimpleNamespace(**{hook.dest: wrong}))
         assert problem.startswith(f"{hook.flag} {wrong}")
+
+
+@pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: hook.dest)
+def test_only_functions_whose_result_is_awaited_may_be_async(hook, user_file):
+    path = user_file("async def f(*args, **kwargs): pass\n", f"async_{hook.dest}.py") + ":f"
+    problems = check_hooks(SimpleNamespace(**{hook.dest: path}))
+    awaited = {"custom_generate_function_path", "custom_rm_path", "rollout_sample_hook_path"}
+    assert problems == [] if hook.dest in awaited else "not awaited" in problems[0]
 
 
 def test_a_model_provider_gets_the_arguments_that_it_takes(user_file):

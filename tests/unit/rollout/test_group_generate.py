@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 from slime.data.sample import Sample
+from slime.hooks.load import takes_group
 from slime.rollout.collect import BatchHooks, Drops
-from slime.rollout.custom_generate import GenerateFunction, apply_rollout_sample_hooks, takes_group
+from slime.rollout.custom_generate import GenerateFunction, apply_rollout_sample_hooks
 from slime.rollout.failures import Attempts
 from slime.rollout.sglang_rollout import generate_and_rm, generate_and_rm_group
 from slime.utils.async_utils import Deadline, run
