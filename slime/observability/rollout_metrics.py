@@ -115,7 +115,8 @@ def compute_metrics_from_samples(
     lengths = trained or [sample.effective_response_length for sample in samples]
     metrics = dict_add_prefix(compute_statistics(lengths), "response_len/")
     if not find_estimator(args.advantage_estimator).needs_critic:  # only then are siblings compared
-        metrics |= _zero_std(samples, [sample.get_reward_value(args) for sample in samples])
+        keys = (args.reward_key, vars(args).get("eval_reward_key"))
+        metrics |= _zero_std(samples, [_number_of(sample.reward, keys) for sample in samples])
     metrics |= _speculation(samples)
     metrics |= _prefix_cache(samples)
     metrics |= _reward_categories(args.log_reward_category, samples)
@@ -213,11 +214,15 @@ def _zero_std(samples: Sequence[Sample], rewards: Sequence[Any]) -> dict[str, fl
     """Prompt groups without a signal (all rewards are equal), counted by that reward."""
     groups: dict[Any, list[float]] = defaultdict(list)
     for sample, reward in zip(samples, rewards, strict=True):
-        # Rewards that are dicts or None have no deviation.
         if isinstance(reward, int | float):
             groups[sample.group_index].append(float(reward))
     counts = Counter(round(rewards[0], 1) for rewards in groups.values() if len(set(rewards)) == 1)
     return {f"zero_std/count_{reward}": float(count) for reward, count in counts.items()}
+
+
+def _number_of(reward: Any, keys: Sequence[str | None]) -> Any:
+    """The reward, or the first of the entries ``keys`` that a reward dict has. An evaluation may return others."""
+    return next((reward[key] for key in keys if key in reward), None) if isinstance(reward, dict) else reward
 
 
 def _raw_reward(key: str | None, sample: Sample) -> Any:

@@ -72,6 +72,14 @@ def test_rewards_that_are_dicts_are_read_by_their_key() -> None:
     assert (metrics["error_cat/format"], metrics["error_cat/wrong"]) == (0.75, 0.25)
 
 
+@pytest.mark.parametrize("rewards", [[{"acc": 1.0}, {"acc": 1.0}], [1.0, 1.0]])
+def test_an_evaluation_may_return_other_rewards_than_those_of_training(rewards: list[Any]) -> None:
+    args = settings(reward_key="score", eval_reward_key="acc")
+    data = {"set": {"rewards": [1.0, 1.0], "samples": [sample(reward=reward) for reward in rewards]}}
+    metrics = eval_metrics(args, data)
+    assert (metrics["eval/set"], metrics["eval/set/zero_std/count_1.0"]) == (1.0, 1.0)
+
+
 def test_truncation_repetition_and_cache_are_shares() -> None:
     samples = [sample(), sample(), sample(), sample()]
     samples[0].status = Sample.Status.TRUNCATED
