@@ -235,7 +235,7 @@ def build_request(
         sample.status = Sample.Status.TRUNCATED
         return None
     payload = {
-        **_prompt(args.hf_checkpoint, sample, ids),
+        **prompt_fields(args.hf_checkpoint, sample, ids),
         "sampling_params": {**sampling_params, "max_new_tokens": room},
         "return_logprob": True,
         **from_args(FieldFlags, args).adapter_fields,
@@ -282,7 +282,7 @@ def _vocab_size(hf_checkpoint: str) -> int | None:
     return None if size is None else int(size)
 
 
-def _prompt(hf_checkpoint: str, sample: Sample, ids: Sequence[int]) -> dict[str, Any]:
+def prompt_fields(hf_checkpoint: str, sample: Sample, ids: Sequence[int]) -> dict[str, Any]:
     """Token ids, or with images the text until there is a response. The engine fills in the placeholders of images."""
     images = (sample.multimodal_inputs or {}).get("images")
     if not images:

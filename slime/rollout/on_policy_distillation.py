@@ -21,7 +21,9 @@ import torch
 
 from slime.data.sample import Sample
 from slime.rollout.base_types import complete_args
+from slime.rollout.engine_request import prompt_fields
 from slime.rollout.failures import is_given_up
+from slime.utils.async_utils import call_in_thread
 from slime.utils.errors import ConfigError, DataError
 from slime.utils.http_utils import post
 
@@ -39,8 +41,10 @@ async def reward_func(args: Namespace, sample: Sample, **kwargs: Any) -> dict[st
     """
     if not complete_args(args).rm_url:
         raise ConfigError("on-policy distillation needs --rm-url http://HOST:PORT/generate of the teacher's server")
+    # In a thread: encoding images is slow.
+    prompt = await call_in_thread(prompt_fields, args.hf_checkpoint, sample, sample.tokens)
     payload = {
-        "input_ids": sample.tokens,
+        **prompt,
         "sampling_params": {"temperature": args.rollout_temperature, "max_new_tokens": 0, "skip_special_tokens": False},
         "return_logprob": True,
         # From the first token: the default of the server is the generated tokens only.

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from slime.data.sample import Sample
 from slime.rollout.failures import give_up
@@ -79,6 +80,22 @@ def test_the_teachers_log_probs_of_the_response_tokens_end_in_the_sample(teacher
     assert request["sampling_params"]["temperature"] == 0.7
     assert post_process_rewards(args, [sample]) == ([0.0], [0.0])
     assert sample.teacher_log_probs.tolist() == pytest.approx([-0.12, -0.13])
+
+
+def test_the_teacher_sees_the_images_of_the_sample(teacher, monkeypatch):
+    image_token = SimpleNamespace(image_token_id=7, video_token_id=None)
+    monkeypatch.setattr("slime.rollout.engine_request.load_processor", lambda *_, **__: image_token)
+    rows = [[None, 10, None], *([-token / 100, token, None] for token in (7, 7, 12))]
+    server = teacher({"text": "", "meta_info": {"input_token_logprobs": rows}})
+    args = SimpleNamespace(rm_url=server.url, rollout_temperature=1.0, rm_timeout=100.0)
+    media = {"images": [Image.new("RGB", (4, 4))]}
+    sample = Sample(index=3, tokens=[10, 7, 7, 12], response_length=1, multimodal_inputs=media)
+    sample.reward = ask(args, sample)
+    (request,) = server.requests
+    assert request["input_ids"] == [10, 7, 12], "the server repeats the placeholder of an image itself"
+    assert [data[:22] for data in request["image_data"]] == ["data:image/png;base64,"]
+    post_process_rewards(args, [sample])
+    assert sample.teacher_log_probs.tolist() == pytest.approx([-0.12])
 
 
 def test_the_log_prob_server_is_understood_as_well(teacher):
