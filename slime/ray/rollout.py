@@ -14,7 +14,7 @@ import ray
 
 from slime.config.groups import RunConfig
 from slime.data.dump_file import load_debug_rollout_data, save_debug_rollout_data, save_tokenizer
-from slime.data.sample import Sample, iter_samples
+from slime.data.sample import iter_samples
 from slime.hooks.load import load_function, load_optional
 from slime.observability.logging_utils import collecting, configure_logger
 from slime.observability.rollout_metrics import log_eval_rollout_data, log_rollout_data, mean_reward
@@ -28,7 +28,7 @@ from slime.ray.run.cluster import worker_env
 from slime.ray.shards import RolloutResult, actor_options, boxed
 from slime.ray.watch.heartbeat import register_process
 from slime.rollout.base_types import Count, call_rollout_fn
-from slime.rollout.custom_generate import set_current_rollout_id, set_evaluated_rollout_id
+from slime.rollout.custom_generate import samples_of, set_current_rollout_id, set_evaluated_rollout_id
 from slime.rollout.rm_hub.grader_pool import preload_graders
 from slime.rollout.sglang_rollout import GenerateState
 from slime.utils.async_utils import exits_are_errors
@@ -173,7 +173,8 @@ class RolloutManager:
             return load_debug_rollout_data(dump, rollout_id=rollout_id, subsample_ratio=share), {}
         with collecting() as logged:
             output = self._call(self._rollout_function, rollout_id, evaluation=False)
-        numbers = {s.group_index: None for s in iter_samples(output.samples) if s.group_index is not None}
+        samples = samples_of("--rollout-function-path", self._rollout_function, output.samples)
+        numbers = {s.group_index: None for s in samples if s.group_index is not None}
         self._data_buffer.settle(rollout_id, list(numbers), self._keeps_prompts)
         return output.samples, logged | dict(output.metrics or {})
 
@@ -201,7 +202,8 @@ class RolloutManager:
         while True:
             with collecting() as logged:
                 output = self._call(self._eval_function, rollout_id, evaluation=True)
-            samples: list[Sample] = [s for result in output.data.values() for s in result.get("samples", [])]
+            found = [result.get("samples") or [] for result in output.data.values()]
+            samples = samples_of("--eval-function-path", self._eval_function, found)
             versions = {int(v) for s in samples for v in s.weight_versions if str(v).isdecimal()}
             if len(versions) < 2 or max(versions) == newest:  # engines with foreign weights always mix versions
                 break

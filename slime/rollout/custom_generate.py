@@ -34,6 +34,7 @@ from slime.utils.errors import DataError
 __all__ = [
     "apply_rollout_sample_hooks",
     "current_rollout_id",
+    "samples_of",
     "set_current_rollout_id",
     "set_evaluated_rollout_id",
 ]
@@ -220,9 +221,6 @@ def complete(result: Any, source: Sample, tokenizer: Any) -> None:
     """Fill in, in place, the fields that a custom function left out of the samples it made from ``source``."""
     siblings = list(iter_samples(result))
     for sample in siblings:
-        if isinstance(sample.status, str):
-            logger.warning("sample %s: status is the text %r instead of a Sample.Status", source.index, sample.status)
-            sample.status = Sample.Status(sample.status)
         if sample.metadata is None:
             sample.metadata = dict(source.metadata)
         # A sample that the function made has no trace. Its spans belong to the trace of its source.
@@ -238,8 +236,27 @@ def complete(result: Any, source: Sample, tokenizer: Any) -> None:
         # :func:`_own` made an empty list. None means that all response tokens are trained.
         if not sample.loss_mask:
             sample.loss_mask = None
+        _read_status(sample)
         if sample.status is Sample.Status.PENDING:
             sample.status = Sample.Status.COMPLETED
+
+
+def samples_of(flag: str, function: Any, returned: Any) -> list[Sample]:
+    """The samples that the user's rollout function of ``flag`` returned, in any nesting of lists."""
+    try:
+        samples = list(iter_samples(returned))
+    except TypeError as error:
+        raise DataError(f"{flag}: {name_of(function)} must return samples in lists: {error}") from None
+    for sample in samples:
+        _read_status(sample)
+    return samples
+
+
+def _read_status(sample: Sample) -> None:
+    """Replace a status that a user's function set as text. Raises ValueError for a text that is not one."""
+    if isinstance(sample.status, str):
+        logger.warning("sample %s: status is the text %r instead of a Sample.Status", sample.index, sample.status)
+        sample.status = Sample.Status(sample.status)
 
 
 def _tokenize(sample: Sample, tokenizer: Any) -> None:

@@ -15,7 +15,7 @@ from slime.hooks.load import check_hooks
 from slime.observability import logging_utils
 from slime.observability.rollout_metrics import log_eval_rollout_data, log_rollout_data
 from slime.ray.rollout import RolloutManager
-from slime.utils.errors import ConfigError
+from slime.utils.errors import ConfigError, DataError
 from tests.unit.config.tiny_command import make_command
 from tests.unit.observability import user_logs
 
@@ -153,6 +153,24 @@ def test_the_rollout_manager_calls_the_users_functions(tmp_path: Path) -> None:
     made.dispose()
     recorded = sorted(path.name for path in (tmp_path / "outputs" / "run" / "samples").iterdir())
     assert recorded == ["eval_000000.parquet", "rollout_000000.parquet"]
+
+
+def test_the_rollout_manager_takes_statuses_as_text_and_names_a_function_without_samples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = manager(tmp_path)
+    returned: list[Any] = [sample(1, 1.0, tokens=[5, 6])]
+    returned[0].status = "truncated"
+
+    def evaluate(args: Namespace, rollout_id: int, data_source: Any, evaluation: bool) -> Any:
+        return {"gsm8k": {"rewards": [1.0], "samples": returned}, "none": {"rewards": [0.0], "samples": None}}
+
+    monkeypatch.setattr(made, "_eval_function", evaluate)
+    assert made.eval(0)["eval/gsm8k/truncated_ratio"] == 1.0
+    returned[:] = ["text"]
+    with pytest.raises(DataError, match=r"--eval-function-path: .*evaluate must return samples in lists: .* got str"):
+        made.eval(0)
+    made.dispose()
 
 
 @pytest.mark.parametrize(
