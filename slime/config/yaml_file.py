@@ -46,13 +46,16 @@ def read_mapping(flag: str, path: str) -> dict[Any, Any]:
 
 # ``${...}`` in a YAML file: the value at another place of the file, or of an environment variable.
 #
-#     ${eval.defaults.top_p}          absolute path through mappings (and lists, by position)
-#     ${oc.env:DATA_DIR}              environment variable; ${oc.env:DATA_DIR,/data} with a default
+#     ${eval.defaults.top_p}          absolute path through mappings (and lists, by position: ``a.0`` or ``a[0]``)
+#     ${.top_p} ${..top_p}            relative path: beside the value, one level up
+#     ${oc.env:DATA_DIR}              environment variable; ${oc.env:DATA_DIR,/data} with a default, null for none
+#     ${oc.env:DIR,${eval.dir}}       a reference inside another one
 #
 # A value that is nothing but one reference takes the referenced value with its type. Otherwise the text is inserted.
 
-_REFERENCE = re.compile(r"\$\{([^${}]+)\}")
+_REFERENCE = re.compile(r"\$\{([^${}]+)\}")  # an innermost one
 _ENV = "oc.env:"
+_Place = tuple[Any, ...]
 
 
 def interpolate(root: dict[Any, Any], where: str) -> dict[Any, Any]:
@@ -61,39 +64,48 @@ def interpolate(root: dict[Any, Any], where: str) -> dict[Any, Any]:
     Raises:
         ConfigError: a reference leads nowhere or to itself. ``where`` is the flag and the file.
     """
-    return {key: _walk(value, root, where, ()) for key, value in root.items()}
+    return {key: _walk(value, (key,), root, where, ()) for key, value in root.items()}
 
 
-def _walk(value: Any, root: dict[Any, Any], where: str, trail: tuple[str, ...]) -> Any:
+def _walk(value: Any, at: _Place, root: dict[Any, Any], where: str, trail: tuple[str, ...]) -> Any:
+    """``value`` without references. ``at``: the keys that lead to it."""
     if isinstance(value, dict):
-        return {key: _walk(item, root, where, trail) for key, item in value.items()}
+        return {key: _walk(item, (*at, key), root, where, trail) for key, item in value.items()}
     if isinstance(value, list):
-        return [_walk(item, root, where, trail) for item in value]
+        return [_walk(item, (*at, number), root, where, trail) for number, item in enumerate(value)]
     if not isinstance(value, str):
         return value
-    whole = _REFERENCE.fullmatch(value)
-    if whole:
-        return _lookup(whole.group(1).strip(), root, where, trail)
-    return _REFERENCE.sub(lambda match: str(_lookup(match.group(1).strip(), root, where, trail)), value)
+    while match := _REFERENCE.search(value):
+        found = _lookup(match[1].strip(), at, root, where, trail)
+        if match[0] == value:
+            return found
+        if "${" in str(found):
+            raise ConfigError(f"{where}: {match[0]} is {found!r}, which has a reference itself: write its value.")
+        value = f"{value[: match.start()]}{found}{value[match.end() :]}"
+    return value
 
 
-def _lookup(name: str, root: dict[Any, Any], where: str, trail: tuple[str, ...]) -> Any:
-    if name in trail:
-        raise ConfigError(f"{where}: ${{{name}}} refers to itself ({' -> '.join((*trail, name))}).")
+def _lookup(name: str, at: _Place, root: dict[Any, Any], where: str, trail: tuple[str, ...]) -> Any:
     if name.startswith(_ENV):
         variable, comma, default = name.removeprefix(_ENV).partition(",")
         value = os.environ.get(variable.strip(), default.strip() if comma else None)
         if value is None:
             raise ConfigError(f"{where}: ${{{name}}}: there is no environment variable {variable.strip()}.")
-        return value
+        return None if value == "null" else value
+    path = name.lstrip(".")
+    levels = len(name) - len(path)
+    parts = (*(at[: max(0, len(at) - levels)] if levels else ()), *path.replace("[", ".").replace("]", "").split("."))
+    place = ".".join(map(str, parts))
+    if place in trail:
+        raise ConfigError(f"{where}: ${{{name}}} refers to itself ({' -> '.join((*trail, place))}).")
     found: Any = root
-    for part in name.split("."):
+    for part in parts:
         try:
             found = found[int(part)] if isinstance(found, list) else found[part]
         except (KeyError, IndexError, TypeError, ValueError):
             raise ConfigError(f"{where}: ${{{name}}} leads nowhere: there is no {part!r}.") from None
     # The value may hold references too. The trail finds cycles.
-    return _walk(found, root, where, (*trail, name))
+    return _walk(found, parts, root, where, (*trail, place))
 
 
 FLAG = "--custom-config-path"
