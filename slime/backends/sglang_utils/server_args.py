@@ -62,9 +62,8 @@ def build_argv(
         num_nodes: nodes of the engine.
         node_rank: number of this node within the engine. Only node 0 answers requests.
     """
-    user = list(args.sglang_argv)
-    if worker_type is WorkerType.DECODE:
-        user = [word for word in user if word not in _PREFILL_ONLY]
+    unsupported = _PREFILL_ONLY if worker_type is WorkerType.DECODE else ()
+    user = [word for word in args.sglang_argv if word not in unsupported]
     given = {token.split("=")[0] for token in user if token.startswith("--")}
     flags: dict[str, Any] = {
         "--model-path": args.hf_checkpoint,
@@ -90,7 +89,9 @@ def build_argv(
     is_adapted = serves_adapter(args) and (overrides or {}).get("model_path") in (None, args.hf_checkpoint)
     if is_adapted:
         flags |= {name: value for name, value in adapter_flags(args).items() if name not in given}
-    if args.offload_rollout:
+    off = _turned_off(overrides or {})
+    releases_memory = args.offload_rollout and "--enable-memory-saver" not in off
+    if releases_memory:
         flags |= _MEMORY_SAVER
         # not all weights are sent again
         if args.update_weights_interval != 1 or args.update_weight_changed_only or is_adapted:
@@ -101,9 +102,8 @@ def build_argv(
         flags |= {name: value for name, value in (_CPU_DEFAULTS | draft_flags(user)).items() if name not in given}
     else:
         flags |= {"--base-gpu-id": base_gpu_id, "--enable-metrics": None}
-        if args.offload_rollout and not given & _PREFILL_GRAPH:
+        if releases_memory and not given & _PREFILL_GRAPH:
             flags["--cuda-graph-backend-prefill"] = "disabled"  # its memory cannot be released
-    off = _turned_off(overrides or {})
     own = [part for name, value in flags.items() for part in (name, *words_of(value))]
     return [word for word in own + user if word not in off] + override_argv(overrides or {})
 

@@ -83,6 +83,13 @@ def test_on_a_gpu_an_engine_that_will_be_offloaded_can_release_its_memory():
     assert "--enable-memory-saver" not in argv()
 
 
+@pytest.mark.usefixtures("on_gpu")
+def test_an_engine_beside_the_trainers_devices_keeps_its_graphs_and_no_copy_of_its_weights():
+    words = argv(offload_rollout=True, update_weights_interval=2, overrides={"enable_memory_saver": False})
+    of_savers = ("--enable-memory-saver", "--enable-draft-weights-cpu-backup", "--enable-weights-cpu-backup")
+    assert not {*of_savers, "--cuda-graph-backend-prefill"} & set(words)
+
+
 def test_weights_that_are_not_sent_again_before_they_serve_are_kept():
     assert "--enable-weights-cpu-backup" not in argv(offload_rollout=True)
     assert "--enable-weights-cpu-backup" in argv(offload_rollout=True, update_weights_interval=2)
