@@ -14,6 +14,7 @@ in order.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from contextvars import ContextVar
@@ -255,8 +256,14 @@ def samples_of(flag: str, function: Any, returned: Any) -> list[Sample]:
 def _read_status(sample: Sample) -> None:
     """Replace a status that a user's function set as text. Raises ValueError for a text that is not one."""
     if isinstance(sample.status, str):
-        logger.warning("sample %s: status is the text %r instead of a Sample.Status", sample.index, sample.status)
+        _warn_once(f"a status is the text {sample.status!r} instead of a Sample.Status")
         sample.status = Sample.Status(sample.status)
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    """Warn once per process: each sample has the same fault."""
+    logger.warning(text)
 
 
 def _tokenize(sample: Sample, tokenizer: Any) -> None:
@@ -266,10 +273,9 @@ def _tokenize(sample: Sample, tokenizer: Any) -> None:
     response = tokenizer.encode(sample.response, add_special_tokens=False)
     sample.tokens = [*tokenizer.encode(prompt, add_special_tokens=False), *response]
     sample.response_length = len(response)
-    logger.warning(
-        "sample %s: the custom generate function gave text only. Its tokens were made from the text, and the engine's "
-        "log-probs of them are unknown; Sample.append_response_tokens keeps both",
-        sample.index,
+    _warn_once(
+        "a custom generate function gave text only. Its tokens were made from the text, and the engine's log-probs of "
+        "them are unknown; Sample.append_response_tokens keeps both"
     )
 
 
