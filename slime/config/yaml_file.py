@@ -94,7 +94,8 @@ def _lookup(name: str, at: _Place, root: dict[Any, Any], where: str, trail: tupl
         return None if value == "null" else value
     path = name.lstrip(".")
     levels = len(name) - len(path)
-    parts = (*(at[: max(0, len(at) - levels)] if levels else ()), *path.replace("[", ".").replace("]", "").split("."))
+    keys = path.replace("[", ".").replace("]", "").lstrip(".").split(".")
+    parts = (*(at[: max(0, len(at) - levels)] if levels else ()), *keys)
     place = ".".join(map(str, parts))
     if place in trail:
         raise ConfigError(f"{where}: ${{{name}}} refers to itself ({' -> '.join((*trail, place))}).")

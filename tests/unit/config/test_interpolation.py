@@ -24,6 +24,7 @@ from slime.utils.errors import ConfigError
         ("${list[1].a}", 5),
         ("${.beside}", 9),
         ("${..0.beside}", 9),
+        ("${..[0].beside}", 9),
         ("${...dir}", "/base"),
         ("${beside_it}", {"of": 3}),
         ("$5 {plain}", "$5 {plain}"),
