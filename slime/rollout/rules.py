@@ -252,6 +252,9 @@ def _evaluation(args: Namespace) -> Iterator[str]:
     for dataset in args.eval_datasets:
         for name in unused_fields(dataset):
             groups.info(args, _at(dataset, name), "only evaluation functions of users read it")
+        if dataset.rm_type is not None and (path := dataset.custom_rm_path) is not None:
+            text = f"no effect, because {path} scores the set: custom_rm_path: null lets the type decide"
+            groups.warn(args, f"{_at(dataset, 'rm_type')} {dataset.rm_type}", text)
         for kind in dataset.multimodal_keys or {}:
             if kind not in MEDIA:
                 flag = _at(dataset, "multimodal_keys")

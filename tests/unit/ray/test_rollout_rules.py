@@ -84,3 +84,14 @@ def test_prompts_that_are_messages_get_the_template_unless_something_else_takes_
     assert args.apply_chat_template is is_used
     told = "--apply-chat-template: not given, but prompts are lists of messages: the template is used"
     assert (told in tiny.warnings(*flags.split())) is is_used
+
+
+@pytest.mark.parametrize(("own", "is_ignored"), [("", True), (", custom_rm_path: null", False)])
+def test_the_reward_type_of_an_evaluation_set_that_another_reward_replaces_is_named(
+    tiny: TinyCommand, own: str, is_ignored: bool
+) -> None:
+    entry = f"{{name: held, path: {tiny.directory}/prompts.jsonl, rm_type: f1{own}}}"
+    file = tiny.write("sets.yaml", f"datasets: [{entry}]\n")
+    reward = "slime.rollout.on_policy_distillation.reward_func"
+    told = tiny.warnings("--eval-config", file, "--eval-interval", "1", "--custom-rm-path", reward)
+    assert (f"f1: no effect, because {reward} scores the set" in told) is is_ignored
