@@ -18,6 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from slime.config.roles import critic_args, role_args
 from slime.data.ledger import LineFile
 from slime.observability.metric_table import describe
 from slime.observability.run_info import hide_secrets
@@ -146,7 +147,11 @@ class WandbSink:
         if args.wandb_random_suffix:
             group = f"{group}_{run_id}"
             name = f"{group}-RANK_{args.rank}"
-        config: dict[str, Any] = hide_secrets(copy.deepcopy(vars(args)))
+        # With --megatron-config-path the roles have other values than the command line.
+        known = args if vars(args).get("megatron_config_path") is None else role_args(args, "actor")
+        critic = vars(critic_args(args)) if vars(args).get("use_critic") else {}
+        settings = vars(known) | {f"critic/{setting}": value for setting, value in critic.items()}
+        config: dict[str, Any] = hide_secrets(copy.deepcopy(settings))
         if "SLURM_JOB_ID" in os.environ:
             config["env_vars"] = {"SLURM_JOB_ID": os.environ["SLURM_JOB_ID"]}
         options = {

@@ -354,7 +354,7 @@ def test_wandb_without_the_package_says_how_to_get_it(monkeypatch: pytest.Monkey
         create_tracker(parsed("--use-wandb"))
 
 
-def test_wandb_gets_axes_and_offline_mode_and_never_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_gets_axes_and_offline_mode_and_never_the_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     calls: dict[str, Any] = {"axes": {}, "logged": []}
 
     class Run:
@@ -373,12 +373,19 @@ def test_wandb_gets_axes_and_offline_mode_and_never_the_key(monkeypatch: pytest.
 
     library = Namespace(init=init, login=lambda **_: pytest.fail("offline"))
     monkeypatch.setitem(sys.modules, "wandb", library)
+    roles = tmp_path / "roles.yaml"
+    roles.write_text("megatron: [{role: actor, overrides: {lr: 0.5}}, {role: critic, overrides: {lr: 0.25}}]")
+    values = {"use_critic": True, "megatron_config_path": str(roles), "lr": 0.1, "kl_coef": 0.2}
     tracker = create_tracker(
         parsed(
             *("--use-wandb", "--wandb-mode", "offline", "--wandb-key", "secret", "--wandb-group", "g"),
             *("--wandb-run-id", "id7"),
+            **(values | {"save": None, "load": None}),
         )
     )
+    config = calls["init"]["config"]
+    assert (config["lr"], config["critic/lr"]) == (0.5, 0.25), "values that differ between the roles"
+    assert (config["kl_coef"], config["critic/kl_coef"]) == (0.2, 0.0)
     tracker.log({"train/loss": 1.0, "train/step": 2}, "train/step")
     tracker.close()
     assert (calls["init"]["mode"], calls["init"]["group"], calls["init"]["name"]) == (
