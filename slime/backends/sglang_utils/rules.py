@@ -146,7 +146,7 @@ LIVE_STEPS: tuple[Step, ...] = (_external_engines,)
 
 def _sizes(args: Namespace) -> Iterator[str]:
     width, tp, pp, dp = args.rollout_num_gpus_per_engine, args.sglang_tp_size, args.sglang_pp_size, args.sglang_dp_size
-    if min(tp, pp, dp) < 1:
+    if min(pp, dp) < 1 or (tp < 1 and "sglang_tp_size" in args.given):
         yield f"--sglang-tp-size {tp}, --sglang-pp-size {pp} and --sglang-dp-size {dp} must all be at least 1."
         return
     if width % pp:

@@ -111,6 +111,11 @@ def test_both_sizes_given_must_agree():
             "--sglang-dp-size 2 must divide the tensor-parallel size 1",
         ),
         ("--sglang-dp-size 0", {}, "must all be at least 1"),
+        (
+            "--sglang-pp-size 2",
+            {"rollout_num_gpus_per_engine": 1},
+            "per-engine 1 must be a multiple of --sglang-pp-size",
+        ),
         ("", {"sglang_router_ip": "10.0.0.1"}, "--sglang-router-ip 10.0.0.1 needs --sglang-router-port"),
         ("", {"sglang_router_port": 99999}, "--sglang-router-port 99999 must be between"),
         ("", {"prefill_num_servers": 8}, "--prefill-num-servers 8 takes 8 of --rollout-num-gpus 8"),
