@@ -71,6 +71,9 @@ class AlgorithmArgs:
         "Advantages step from one trained token to the next: values of tool and environment tokens, which no loss "
         "trains, stay out (ppo).",
     )
+    critic_without_kl: bool = _flag(
+        False, "The critic's returns leave out the penalty of --kl-coef, as in upstream slime (ppo)."
+    )
     normalize_advantages: bool = _flag(
         False, "Shift and scale advantages to mean 0 and variance 1 over the trained tokens of all ranks."
     )

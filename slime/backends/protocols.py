@@ -232,6 +232,9 @@ class Trainer(WeightExporter, Protocol):
     def train(self, rollout_id: int, batch: dict[str, Any]) -> TrainReport:
         """Train on this data-parallel rank's part of a rollout (columns of ``slime.data.columns``)."""
 
+    def reward_kl(self, rollout_id: int, batch: dict[str, Any]) -> list[torch.Tensor]:
+        """The KL divergence that enters the rewards, ``[R_i]`` per sample. :meth:`train` reuses its passes."""
+
     def train_values(self, rollout_id: int, batch: dict[str, Any]) -> tuple[TrainReport, list[torch.Tensor]]:
         """A critic's :meth:`train`. Also returns its values before the update, fp32 ``[R_i]`` per sample on cpu."""
 

@@ -93,11 +93,28 @@ class RayTrainGroup:
         refs = self._all("train", rollout_id, shards, versions, values)
         return _main_report(get(refs, self._args.train_timeout, f"{self._name} to train on rollout {rollout_id}"))
 
+    @property
+    def has_reward_kl(self) -> bool:
+        """Whether the critic must know :meth:`reward_kl` of this policy."""
+        return self._args.kl_coef != 0 and not self._args.critic_without_kl
+
+    def reward_kl(self, rollout_id: int, shards: Sequence[Box], versions: tuple[str, str] | None) -> list[Box]:
+        """Every rank's KL divergence in the rewards, for the critic."""
+        refs = self._all("reward_kl", rollout_id, shards, versions)
+        boxes: list[Box] = get(
+            refs, self._args.train_timeout, f"{self._name} to compute the KL of rollout {rollout_id}"
+        )
+        return boxes
+
     def train_values(
-        self, rollout_id: int, shards: Sequence[Box], versions: tuple[str, str] | None
+        self,
+        rollout_id: int,
+        shards: Sequence[Box],
+        versions: tuple[str, str] | None,
+        kl: Sequence[Box] | None = None,
     ) -> tuple[TrainReport, list[Box]]:
         """The critic's :meth:`train`. Returns its report, and every rank's values for the actor."""
-        refs = self._all("train_values", rollout_id, shards, versions)
+        refs = self._all("train_values", rollout_id, shards, versions, kl)
         results = get(refs, self._args.train_timeout, f"{self._name} to train on rollout {rollout_id}")
         return _main_report([report for report, _ in results]), [values for _, values in results]
 

@@ -141,11 +141,27 @@ class TrainActor:
             batch["values"] = ray.get(values[self._rank].inner, timeout=self._args.train_timeout)
         return self.trainer.train(rollout_id, batch)
 
+    def reward_kl(self, rollout_id: int, shards: Sequence[Box], versions: tuple[str, str] | None) -> Box:
+        """The KL divergence in the rewards and its coefficient, for the critic's rank of the same number."""
+        rows = self.trainer.reward_kl(rollout_id, self._batch(rollout_id, shards, versions))
+        return boxed([{"kl": rows, "kl_coef": self._args.kl_coef}])[0]
+
     def train_values(
-        self, rollout_id: int, shards: Sequence[Box], versions: tuple[str, str] | None
+        self,
+        rollout_id: int,
+        shards: Sequence[Box],
+        versions: tuple[str, str] | None,
+        kl: Sequence[Box] | None = None,
     ) -> tuple[TrainReport, Box]:
-        """The critic's :meth:`train`. Returns its report and the values for the actor's rank of the same number."""
-        report, values = self.trainer.train_values(rollout_id, self._batch(rollout_id, shards, versions))
+        """The critic's :meth:`train`. Returns its report and the values for the actor's rank of the same number.
+
+        Args:
+            kl: of each rank of the actor, from :meth:`reward_kl`.
+        """
+        batch = self._batch(rollout_id, shards, versions)
+        if kl is not None:
+            batch |= ray.get(kl[self._rank].inner, timeout=self._args.train_timeout)
+        report, values = self.trainer.train_values(rollout_id, batch)
         return report, boxed([values])[0]
 
     def _batch(self, rollout_id: int, shards: Sequence[Box], versions: tuple[str, str] | None) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
     train()   values before the update -> returns -> optimizer steps on the value loss
 
+The returns have the penalty of ``--kl-coef`` like the rewards of the policy, which computes the KL divergence first.
+
 Its values are the baseline of the policy's advantages: ``slime.ray`` hands them on. Rank i of the critic has the
 samples of rank i of the policy, hence both have the same parallel layout.
 """
@@ -31,7 +33,7 @@ class MegatronCritic(MegatronTrainer):
 
     def __init__(self, args: Namespace, *, rank: int, world_size: int, with_ref: bool = False) -> None:
         super().__init__(args, rank=rank, world_size=world_size, with_ref=False)
-        # The KL in the rewards belongs to the policy; the values are a baseline for the task's reward.
+        # The penalty of a batch comes with it (reward_kl of the policy).
         self._algorithm = dataclasses.replace(self._algorithm, kl_coef=0.0, use_kl_loss=False)
         self._distillation = DistillationArgs()
         self._custom = CustomFunctions()
@@ -50,6 +52,9 @@ class MegatronCritic(MegatronTrainer):
     def train_values(self, rollout_id: int, batch: dict[str, Any]) -> tuple[TrainReport, list[torch.Tensor]]:
         """Train on this rank's part of a rollout.
 
+        Args:
+            batch: may have ``kl``, fp32 ``[R_i]`` per sample, and its coefficient in the rewards, ``kl_coef``.
+
         Returns:
             The report, whose means over the rollout count if no policy is trained (--num-critic-only-steps). And the
             values under the weights before the update: fp32 ``[R_i]`` per sample, on the cpu.
@@ -66,7 +71,8 @@ class MegatronCritic(MegatronTrainer):
                 values = self._outputs(batch_of_pass, lambda micro_batch, out: response_values(out, micro_batch))
             columns = train_batch.columns
             columns["values"] = values
-            add_credit(columns, self._algorithm, self._distillation, self._custom, self._place.dp_group)
+            settings = dataclasses.replace(self._algorithm, kl_coef=columns.get("kl_coef", 0.0))
+            add_credit(columns, settings, self._distillation, self._custom, self._place.dp_group)
             with timed(seconds, "critic_train"):
                 steps = self._run_steps(rollout_id, train_batch)
         steps = [{f"critic-{name}": value for name, value in step.items()} for step in steps]

@@ -240,23 +240,16 @@ def add_credit(
     """Fill ``kl``, ``advantages``, ``returns`` and under distillation ``opd_reverse_kl``.
 
     Args:
-        columns: the rank's batch with the log-probs that :func:`passes_needed` asked for.
+        columns: the rank's batch with the log-probs that :func:`passes_needed` asked for. A critic's has ``kl``.
         group: data-parallel ranks without context parallelism. All of them call this.
 
     Raises:
         DataError: log-probs are missing.
     """
-    policy = columns.get("rollout_log_probs" if settings.use_rollout_logprobs else "log_probs")
-    data = CreditData(
-        rewards=columns["rewards"],
-        response_lengths=columns["response_lengths"],
-        loss_masks=columns["loss_masks"],
-        log_probs=policy,
-        ref_log_probs=columns.get("ref_log_probs"),
-        values=columns.get("values"),
-    )
+    data = _credit_data(columns, settings)
     try:
-        columns["kl"] = formulas.reward_kl(data, settings)
+        if "kl" not in columns:
+            columns["kl"] = formulas.reward_kl(data, settings)
         if custom.advantages is None:
             credit = formulas.estimate(data, columns["kl"], settings)
     except ValueError as error:
@@ -265,7 +258,7 @@ def add_credit(
         custom.fill_advantages(columns)
         credit = Credit(list(columns["advantages"]), list(columns["returns"]))
     if distillation.use_opd:
-        student, teacher = _distilled_pair(policy, columns.get("teacher_log_probs"))
+        student, teacher = _distilled_pair(data.log_probs, columns.get("teacher_log_probs"))
         credit, columns["opd_reverse_kl"] = formulas.distilled(credit, student, teacher, distillation.opd_kl_coef)
     advantages = credit.advantages
     if settings.normalize_advantages:
@@ -273,6 +266,22 @@ def add_credit(
         device = accelerator.current().device()
         advantages = formulas.normalize(advantages, columns["loss_masks"], group, device=device)
     columns["advantages"], columns["returns"] = advantages, credit.returns
+
+
+def reward_kl(columns: Mapping[str, Any], settings: AlgorithmArgs) -> list[torch.Tensor]:
+    """The KL divergence that enters the rewards, ``[R_i]`` per sample, of a batch whose passes have run."""
+    return formulas.reward_kl(_credit_data(columns, settings), settings)
+
+
+def _credit_data(columns: Mapping[str, Any], settings: AlgorithmArgs) -> CreditData:
+    return CreditData(
+        rewards=columns["rewards"],
+        response_lengths=columns["response_lengths"],
+        loss_masks=columns["loss_masks"],
+        log_probs=columns.get("rollout_log_probs" if settings.use_rollout_logprobs else "log_probs"),
+        ref_log_probs=columns.get("ref_log_probs"),
+        values=columns.get("values"),
+    )
 
 
 def _distilled_pair(student: Ragged | None, teacher: Ragged | None) -> tuple[Ragged, Ragged]:

@@ -63,6 +63,27 @@ class Objective:
         """Whether the objective reads the logits of all rows, not only of those that predict response tokens."""
         return self.settings.loss_type == "custom_loss" and not self.is_critic
 
+    def read_log_probs(
+        self,
+        micro_batch: MicroBatch,
+        logits: torch.Tensor,
+        *,
+        tensor_group: dist.ProcessGroup | None,
+        temperature: float | None = None,
+        with_entropy: bool = False,
+    ) -> torch.Tensor:
+        """:func:`response_log_probs`, or ``[N, 2]`` with the entropies. ``temperature`` None: that of the run."""
+        log_probs, entropy = response_log_probs(
+            logits,
+            micro_batch,
+            vocab_size=self.vocab_size,
+            temperature=self.temperature if temperature is None else temperature,
+            chunk_size=self.settings.log_probs_chunk_size,
+            tensor_group=tensor_group,
+            with_entropy=with_entropy,
+        )
+        return log_probs if entropy is None else torch.stack([log_probs, entropy], dim=-1)
+
 
 @dataclass(frozen=True)
 class LossContext:

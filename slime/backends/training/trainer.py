@@ -31,10 +31,10 @@ from slime.backends.protocols import (
 from slime.backends.training.adapter_files import state_problems
 from slime.backends.training.arguments import CheckpointArgs, OptimizerArgs, PrecisionArgs
 from slime.backends.training.checkpoint_source import Source, find_reference, find_start, find_teacher, foreign
-from slime.backends.training.credit import CustomFunctions, add_credit, passes_needed
+from slime.backends.training.credit import CustomFunctions, Passes, add_credit, passes_needed, reward_kl
 from slime.backends.training.damage import verify_source
-from slime.backends.training.data import MicroBatch, RankPlace, TrainBatch, forward_batch
-from slime.backends.training.loss import LossContext, Objective, response_log_probs
+from slime.backends.training.data import RankPlace, TrainBatch, forward_batch
+from slime.backends.training.loss import LossContext, Objective
 from slime.backends.training.offload import BaseReference, DeviceMemory, WeightBackup
 from slime.backends.training.steps import (
     BadSteps,
@@ -85,6 +85,7 @@ class TrainerBase(ABC):
         self._reference: WeightBackup | BaseReference | None = None
         self._teacher: WeightBackup | None = None
         self._generators: dict[str, WeightBackup] = {}
+        self._passed: dict[int, dict[str, Any]] = {}  # rollout id -> columns of its passes, which reward_kl() has run
         self._base_scores: list[float] | None = None
 
     @property
@@ -264,7 +265,7 @@ class TrainerBase(ABC):
         train_batch = self._train_batch(batch)
         with self._bad_steps.dumping(rollout_id, batch):
             with self._profiler.section("train_log_probs"):
-                self._prepare_policy(train_batch, seconds)
+                self._prepare_policy(rollout_id, train_batch, seconds)
             self._custom.run_postprocess(rollout_id, train_batch.columns)
             profiled = self._profiler.section("train_actor")
             with profiled, timed(seconds, "actor_train"), self._expert_choices(train_batch, is_step=True):
@@ -275,6 +276,15 @@ class TrainerBase(ABC):
         self._profiler.end_rollout(rollout_id)
         self._refresh_copies(rollout_id)
         return TrainReport(steps if self._place.is_main else [], report, seconds)
+
+    def reward_kl(self, rollout_id: int, batch: dict[str, Any]) -> list[torch.Tensor]:
+        """The KL divergence that enters the rewards, fp32 ``[R_i]`` per sample. ``train`` reuses its passes."""
+        self._device.require(TRAINER_PARTS, "log-probs")
+        train_batch = self._train_batch(batch)
+        self._run_passes(self._passes(train_batch), train_batch, {})
+        columns = train_batch.columns
+        self._passed = {rollout_id: {name: columns[name] for name in columns.keys() - batch.keys()}}
+        return reward_kl(columns, self._algorithm)
 
     def train_values(self, rollout_id: int, batch: dict[str, Any]) -> tuple[TrainReport, list[torch.Tensor]]:
         raise NotImplementedError("a policy has no values: a critic is another trainer")
@@ -297,17 +307,30 @@ class TrainerBase(ABC):
         if self._reference is not None and interval is not None and (rollout_id + 1) % interval == 0:
             self._reference.refresh()
 
-    def _prepare_policy(self, batch: TrainBatch, seconds: dict[str, float]) -> None:
+    def _prepare_policy(self, rollout_id: int, batch: TrainBatch, seconds: dict[str, float]) -> None:
         """Compute the columns that the loss reads: log-probs of other weights, and advantages."""
         columns = batch.columns
         from_args(FieldFlags, self._args).check_sampling_sets(columns)
-        passes = passes_needed(
+        passes = self._passes(batch)
+        if rollout_id in self._passed:
+            columns |= self._passed.pop(rollout_id)
+        else:
+            self._run_passes(passes, batch, seconds)
+        if passes.credit:
+            add_credit(columns, self._algorithm, self._distillation, self._custom, self._place.dp_group)
+
+    def _passes(self, batch: TrainBatch) -> Passes:
+        return passes_needed(
             self._algorithm,
             self._distillation,
             num_steps=batch.num_steps,
             # both functions may read log-probs
             has_custom_advantages=self._custom.advantages is not None or self._custom.postprocess is not None,
         )
+
+    def _run_passes(self, passes: Passes, batch: TrainBatch, seconds: dict[str, float]) -> None:
+        """Compute log-probs of other weights, as columns."""
+        columns = batch.columns
         if passes.reference:
             if self._reference is None:
                 raise ConfigError("--use-kl-loss or --kl-coef: the trainer was set up without a reference model.")
@@ -323,8 +346,6 @@ class TrainerBase(ABC):
             swapped = nullcontext() if generator is None else generator.swapped_in()
             with timed(seconds, "log_probs"), self._expert_choices(batch, is_step=False), swapped:
                 columns |= self._old_policy(batch)
-        if passes.credit:
-            add_credit(columns, self._algorithm, self._distillation, self._custom, self._place.dp_group)
 
     def _old_policy(self, batch: TrainBatch) -> dict[str, list[torch.Tensor]]:
         if not self._algorithm.use_rollout_entropy:
@@ -337,20 +358,8 @@ class TrainerBase(ABC):
     ) -> list[torch.Tensor]:
         """Log-probs of the responses under the weights that the model holds now: fp32 ``[R_i]`` per sample, on the
         cpu. ``[R_i, 2]`` with the entropies."""
-        objective, group = self._objective, self._place.tensor_group
-
-        def read(micro_batch: MicroBatch, logits: torch.Tensor) -> torch.Tensor:
-            log_probs, entropy = response_log_probs(
-                logits,
-                micro_batch,
-                vocab_size=objective.vocab_size,
-                temperature=objective.temperature,
-                chunk_size=objective.settings.log_probs_chunk_size,
-                tensor_group=group,
-                with_entropy=with_entropy,
-            )
-            return log_probs if entropy is None else torch.stack([log_probs, entropy], dim=-1)
-
+        group = self._place.tensor_group
+        read = functools.partial(self._objective.read_log_probs, tensor_group=group, with_entropy=with_entropy)
         return self._outputs(self._for_passes(batch), read, (2,) if with_entropy else (), store_prefix)
 
     def adapter_proof(self, version: str) -> AdapterProof | None:
@@ -367,13 +376,6 @@ class TrainerBase(ABC):
     def fixed_log_probs(self, ids: list[int]) -> list[float]:
         """Log-probs of ``ids`` from the second on, at temperature 1. A collective."""
         self._device.require(["weights"], "the log-probs of fixed tokens")
-        size, group = self._objective.vocab_size, self._place.tensor_group
-
-        def read(micro_batch: MicroBatch, logits: torch.Tensor) -> torch.Tensor:
-            return response_log_probs(
-                logits, micro_batch, vocab_size=size, temperature=1.0, chunk_size=None, tensor_group=group
-            )[0]
-
         count = self._args.microbatch_group_size_per_vp_stage or 1
         columns = {
             "tokens": [torch.tensor(ids)] * count,
@@ -383,6 +385,8 @@ class TrainerBase(ABC):
             "num_microbatches": [count],
             "global_batch_sizes": [count],
         }
+        group = self._place.tensor_group
+        read = functools.partial(self._objective.read_log_probs, tensor_group=group, temperature=1.0)
         scores: list[float] = self._outputs(self._train_batch(columns), read)[0].tolist()
         return scores
 

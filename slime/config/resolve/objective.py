@@ -46,9 +46,6 @@ def kl_estimator(args: Namespace) -> None:
     if args.kl_coef != 0 and not is_read:
         text = f"{args.kl_coef} has no effect with --advantage-estimator {args.advantage_estimator}; use --use-kl-loss"
         groups.warn(args, "--kl-coef", text)
-    if args.kl_coef != 0 and estimator.needs_critic and args.lambd < 1:
-        text = "the critic learns the task's reward alone: advantages miss the penalty of tokens beyond --lambd's reach"
-        groups.info(args, "--kl-coef", text)
     if args.gae_trained_tokens_only and not estimator.needs_critic:
         text = f"no effect with --advantage-estimator {args.advantage_estimator}"
         groups.warn(args, "--gae-trained-tokens-only", text)
@@ -86,6 +83,7 @@ def _objective(args: Namespace) -> Readers:
         ("eps_clip_c", estimator.surrogate == Estimator.surrogate, "an --advantage-estimator with PPO's surrogate"),
         ("gamma", not estimator.credit.endswith(":group_relative"), "an --advantage-estimator that discounts rewards"),
         ("num_critic_only_steps value_clip lambd", estimator.needs_critic, "an --advantage-estimator with a critic"),
+        ("critic_without_kl", estimator.needs_critic and args.kl_coef != 0, "--kl-coef of a run with a critic"),
         (
             "use_routing_replay",
             _records_experts(args),

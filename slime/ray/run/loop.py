@@ -235,7 +235,7 @@ class Run:
         if self.trainer is None:
             return None
         with self._trainer_in_use:
-            if self.critic is None:
+            if self.critic is None or self.trainer.has_reward_kl:
                 self.handoff.to_trainer()
             else:
                 self.handoff.to_critic()
@@ -261,8 +261,12 @@ class Run:
     def _train_both(
         self, trainer: RayTrainGroup, critic: RayTrainGroup, rollout_id: int, rollout: RolloutResult
     ) -> TrainReport:
+        kl = None
+        if trainer.has_reward_kl:  # the critic's returns have the penalty of the rewards
+            kl = trainer.reward_kl(rollout_id, rollout.shards, rollout.versions)
+            self.handoff.to_critic()
         # The critic trains first: its values from before this update are the baseline of the policy's advantages.
-        of_critic, values = critic.train_values(rollout_id, rollout.shards, rollout.versions)
+        of_critic, values = critic.train_values(rollout_id, rollout.shards, rollout.versions, kl)
         if rollout_id < self._args.num_critic_only_steps:
             return of_critic
         self.handoff.to_trainer()

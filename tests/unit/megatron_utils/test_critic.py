@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from slime.backends.megatron_utils.actor import MegatronTrainer
 from slime.backends.megatron_utils.critic import MegatronCritic
 from tests.unit.megatron_utils.tiny_trainer import make_args, make_batch, make_hf_model, schedule
 from tests.verification import verify
@@ -59,6 +61,7 @@ class Oracle(torch.nn.Module):
             returns, following, advantage = [0.0] * len(before), 0.0, 0.0
             for t in reversed(range(len(before))):
                 reward = batch["rewards"][index] if t == len(before) - 1 else 0.0
+                reward -= batch["kl_coef"] * float(batch["kl"][index][t])
                 advantage = reward + GAMMA * following - float(before[t]) + GAMMA * LAMBDA * advantage
                 returns[t], following = advantage + float(before[t]), float(before[t])
             of_sample = torch.zeros(())
@@ -74,7 +77,8 @@ def test_two_value_steps_equal_per_token_loops_with_torch_adamw(tied: tuple[Path
     path, hf = tied
     steps = [[0, 1, 2, 3], [4, 5, 6, 7]]
     batch = schedule(make_batch(seed=3) | {"global_batch_sizes": [4, 4]}, steps)
-    trainer = critic(path, lr=2e-2, weight_decay=0.1, global_batch_size=4, kl_coef=0.5)  # the KL is the policy's
+    batch |= {"kl_coef": 0.5, "kl": [torch.randn(length) for length in batch["response_lengths"]]}
+    trainer = critic(path, lr=2e-2, weight_decay=0.1, global_batch_size=4, kl_coef=0.5)
     oracle = Oracle(hf, head_of(trainer))
     matrices = [p for p in oracle.parameters() if p.ndim > 1]
     vectors = [p for p in oracle.parameters() if p.ndim == 1]
@@ -95,6 +99,29 @@ def test_two_value_steps_equal_per_token_loops_with_torch_adamw(tied: tuple[Path
         verify("value loss of two steps", "torch AdamW", value_loss, loss.item(), tolerance=1e-4, scale="relative")
         assert report.steps[step]["critic-grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
     assert report.steps[1]["critic-value_clipfrac"] > 0  # the second step starts from the first step's values
+
+
+def test_the_kl_of_a_policy_takes_no_second_pass_when_it_trains(
+    tied: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reports, passes = [], []
+    batch = make_batch(seed=6)
+    batch["values"] = [torch.randn(length) for length in batch["response_lengths"]]
+    for is_asked in (False, True):
+        trainer = MegatronTrainer(
+            make_args(tied[0], advantage_estimator="ppo", kl_coef=0.5, lr=1e-2), rank=0, world_size=1, with_ref=True
+        )
+        trainer.setup()
+        outputs = trainer._outputs
+        monkeypatch.setattr(trainer, "_outputs", lambda *a, outputs=outputs: passes.append(1) or outputs(*a))
+        trainer.train(0, batch)  # away from the reference
+        kl = trainer.reward_kl(1, batch) if is_asked else []
+        reports.append(trainer.train(1, batch))
+    assert reports[0] == dataclasses.replace(reports[1], seconds=reports[0].seconds)
+    assert len(passes) == 2 * 4  # two passes of each rollout: reference and policy
+    means = [float((v * m).sum() / max(1, m.sum())) for v, m in zip(kl, batch["loss_masks"], strict=True)]
+    assert reports[1].rollout["kl"] == pytest.approx(sum(means) / 8, rel=1e-4)
+    assert abs(reports[1].rollout["kl"]) > 1e-3
 
 
 def test_the_critic_learns_what_a_response_is_worth(tied: tuple[Path, Any]) -> None:

@@ -34,6 +34,8 @@ class Recorder:
 
 
 class FakeTrainer(Recorder):
+    has_reward_kl = False
+
     def offload(self, parts=TRAINER_PARTS):
         self.tell("offload", "+".join(parts))
 
@@ -50,8 +52,12 @@ class FakeTrainer(Recorder):
         self.tell("train")
         return TrainReport()
 
-    def train_values(self, rollout_id, shards, versions):
-        self.tell("train")
+    def reward_kl(self, rollout_id, shards, versions):
+        self.tell("reward_kl")
+        return "kl"
+
+    def train_values(self, rollout_id, shards, versions, kl):
+        self.tell("train", kl or "")
         return TrainReport(), []
 
     def update_weights(self, fleet, version):
@@ -202,6 +208,17 @@ def test_actor_and_critic_take_turns(monkeypatch, tmp_path):
         *(f"critic.offload({ALL})", f"trainer.onload({ALL})", "trainer.train"),
         *(f"trainer.offload({ALL})", f"critic.onload({ALL})", "critic.save"),
         *(f"critic.offload({ALL})", f"trainer.onload({ALL})", "trainer.save"),
+    ]
+
+
+def test_the_policy_has_the_devices_before_a_critic_whose_returns_have_its_kl(monkeypatch, tmp_path):
+    monkeypatch.setattr(FakeTrainer, "has_reward_kl", True)
+    story = story_of(monkeypatch, tmp_path, critic=True, save=None)
+    begin = story.index("manager.generate")
+    assert story[begin + 1 : story.index("trainer.train") + 1] == [
+        *("engines.offload", f"critic.offload({ALL})", f"trainer.onload({ALL})", "trainer.reward_kl"),
+        *("engines.offload", f"trainer.offload({ALL})", f"critic.onload({ALL})", "critic.train(kl)"),
+        *("engines.offload", f"critic.offload({ALL})", f"trainer.onload({ALL})", "trainer.train"),
     ]
 
 

@@ -113,13 +113,22 @@ def test_the_trainer_has_the_values_of_its_role(monkeypatch: pytest.MonkeyPatch,
     assert args.lr != 0.5
 
 
-def test_the_critics_values_reach_the_policys_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_of_the_critic_and_kl_of_the_policy_reach_the_other_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train_actor.ray, "get", lambda ref, timeout: ref)
+    monkeypatch.setattr(train_actor, "boxed", lambda parts: [Box(part) for part in parts])
     monkeypatch.setattr(TrainActor, "_batch", lambda self, *arguments: {"tokens": []})
     rank = object.__new__(TrainActor)
-    rank._rank, rank._args = 1, SimpleNamespace(train_timeout=1.0)
-    rank._trainer = SimpleNamespace(train=lambda rollout_id, batch: batch["values"])
+    rank._rank, rank._args = 1, SimpleNamespace(train_timeout=1.0, kl_coef=0.5)
+    rank._trainer = SimpleNamespace(
+        train=lambda rollout_id, batch: batch["values"],
+        reward_kl=lambda rollout_id, batch: "kl of rank 1",
+        train_values=lambda rollout_id, batch: (batch, "values of rank 1"),
+    )
     assert rank.train(0, [], None, [Box("of rank 0"), Box("of rank 1")]) == "of rank 1"
+    kl = rank.reward_kl(0, [], None)
+    seen, values = rank.train_values(0, [], None, [Box({}), kl])
+    assert seen == {"tokens": [], "kl": "kl of rank 1", "kl_coef": 0.5}
+    assert values == Box("values of rank 1")
 
 
 def make_manager(directory: Path, *flags: str) -> RolloutManager:
