@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -34,7 +33,6 @@ def train(
     dp_rank, dp_size = trainer.data_parallel
     part = split_batch(batch, dp_rank, dp_size, num_steps, size=size)
     gradients = _keep_gradients(trainer)
-    log_probs = _log_probs(trainer, part)
     batches = _keep_batches()
     report = trainer.train(0, part)
     names = ("log_probs", "ref_log_probs", "advantages")
@@ -42,7 +40,7 @@ def train(
     return {
         "dp_rank": dp_rank,
         "positions": part["partition"],
-        "log_probs": dict(zip(part["partition"], log_probs, strict=True)),
+        "log_probs": dict(zip(part["partition"], columns["log_probs"], strict=True)),
         "columns": {name: columns[name] for name in names if name in columns},
         "report": report,
         "gradients": gradients[0] if gradients else {},
@@ -57,13 +55,6 @@ def train_with_deep_gemm(rank: int, world_size: int, **case: Any) -> dict[str, A
     result = train(rank, world_size, **case)
     assert package.calls
     return result
-
-
-def _log_probs(trainer: MegatronTrainer, part: dict[str, Any]) -> list[torch.Tensor]:
-    batch = trainer._train_batch(part)
-    is_forced = trainer._copies.use_rollout_routing_replay
-    with trainer._expert_choices(batch, is_step=False) if is_forced else nullcontext():
-        return trainer._log_probs(batch)
 
 
 def _keep_batches() -> list[Any]:
@@ -133,7 +124,7 @@ def head_rows(rank: int, world_size: int, hf: str, batch: dict[str, Any], args: 
     if model.post_process:
         model.output_layer.register_forward_hook(count(0))
     model.decoder.layers[0].register_forward_hook(count(1))
-    _log_probs(trainer, split_batch(batch, dp_rank, dp_size))
+    trainer._log_probs(trainer._train_batch(split_batch(batch, dp_rank, dp_size)))
     return counts[0], counts[1]
 
 

@@ -69,7 +69,7 @@ def _in_int4(directory: Path, family: str, group_size: int) -> str:
         ("glm4_moe_qk_norm", 2, "tp2 sp ep2 etp1"),
         ("qwen3_next", 4, "tp2 sp ep2 cp2"),  # the delta nets' ranks exchange tokens for heads
         ("qwen3_5_moe", 4, "pp2 first1 cp2"),
-        ("minimax_m2", 4, "tp2 sp ep2 cp2"),  # the norms' mean of squares is over both tensor ranks
+        ("minimax_m2", 2, "tp2 sp ep2 etp1"),  # the norms' mean of squares is over both tensor ranks
         ("glm_moe_dsa", 4, "tp2 sp ep2 cp2"),
         ("deepseek_v32", 4, "pp2 first1 cp2"),
     ],
@@ -158,7 +158,7 @@ _BIASED = {"moe_router_bias_update_rate": 0.1}
     [
         ("qwen3", 1, "", {}),
         ("qwen3_moe", 1, "", _BALANCED),
-        ("qwen3_moe", 4, "tp2 sp ep2 cp2", _BALANCED),
+        ("qwen3_moe", 2, "tp2 sp ep2 etp1", _BALANCED),
         ("deepseek_v3", 1, "", _BIASED),
         ("deepseek_v3", 4, "pp2 first1 cp2", _BIASED),
         ("qwen3_next", 1, "", {}),

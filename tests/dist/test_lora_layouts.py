@@ -66,7 +66,7 @@ def train(ranks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Callab
         ("glm4", 2, "tp2 sp"),  # gate and up are one Hugging Face layer
         ("qwen3_moe", 2, "ep2 distopt"),
         ("qwen3_moe", 4, "tp2 sp ep2 etp1 pp2 first1"),
-        ("deepseek_v3", 4, "tp2 sp ep2 etp1 cp2"),
+        ("deepseek_v3", 2, "tp2 sp ep2 etp1"),
         ("qwen3_next", 2, "tp2 sp ep2 etp1"),
     ],
 )
