@@ -1,4 +1,4 @@
-"""The external agent: its program against an engine that is played, and the README's command on the real stack."""
+"""The external agent: its program against an engine that is played."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from examples.agent_tool.generate_with_agent import AdapterService, generate, run_program
 from examples.agent_tool.run_tiny import WORDS
@@ -16,7 +15,7 @@ from examples.tiny.tools import make_tool_model
 from slime.data.sample import Sample
 from slime.rollout.sglang_rollout import GenerateState
 from slime.utils.errors import DataError, EngineError
-from tests.e2e.running import ROOT, metrics, run_train, values
+from tests.doc_commands import ROOT
 from tests.unit.rollout.fake_engine import FakeEngine, completion, make_args
 
 AGENT = ROOT / "examples" / "agent_tool" / "agent.py"
@@ -107,46 +106,3 @@ def test_a_program_that_fails_gives_no_answer():
 def test_a_prompt_that_is_text_already_is_an_error_with_the_flag():
     with pytest.raises(DataError, match="--apply-chat-template"):
         asyncio.run(generate(SimpleNamespace(), Sample(index=1, prompt="text"), {}))
-
-
-TWO_TURNS = """
-import os, sys, httpx
-url, key = os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]
-messages = [{"role": "user", "content": sys.argv[-1]}]
-with httpx.Client(headers={"Authorization": "Bearer " + key}, timeout=600, trust_env=False, verify=False) as client:
-    for _ in range(2):
-        reply = client.post(url + "/chat/completions", json={"messages": messages})
-        reply.raise_for_status()
-        message = reply.json()["choices"][0]["message"]
-        messages += [message, {"role": "user", "content": "sure?"}]
-print(message["content"])
-"""
-
-
-@pytest.mark.e2e
-@pytest.mark.slow
-def test_what_an_agent_said_is_trained_on_with_the_very_probabilities_it_was_sampled_with(tiny_task, tmp_path):
-    """Two rollouts on the real stack, by a program of two turns, sampled from a part of the vocabulary."""
-    settings = {"agent_command": [sys.executable, "-c", TWO_TURNS], "agent_processes": 4}
-    config = tmp_path / "agent.yaml"
-    config.write_text(json.dumps(settings | {"agent_timeout": 60.0, "agent_max_turns": 2}))
-    flags = [
-        *("--hf-checkpoint", tiny_task.model, "--prompt-data", tiny_task.train, "--label-key", "label"),
-        *("--num-rollout", 2, "--rollout-batch-size", 4, "--n-samples-per-prompt", 2, "--rollout-max-response-len", 6),
-        *("--custom-generate-function-path", "examples.agent_tool.generate_with_agent.generate"),
-        *("--custom-config-path", config, "--rollout-num-gpus", 1, "--actor-num-gpus-per-node", 1, "--fp32"),
-        *("--sglang-context-length", 256, "--sglang-max-total-tokens", 16384, "--lr", "1e-4", "--rollout-top-p", 0.9),
-        *("--save-debug-rollout-data", tmp_path / "{rollout_id}.pt", "--output-dir", tmp_path),
-        *("--experiment-name", "run"),
-    ]
-    finished = run_train(flags, tmp_path)
-    assert finished.status == 0, finished.output[-4000:]
-    assert finished.survivors() == []
-    differences = values(metrics(tmp_path / "run"), "train/train_rollout_logprob_abs_diff")
-    assert len(differences) == 2
-    assert max(differences) < 1e-4
-    (first, _) = (torch.load(tmp_path / f"{i}.pt", weights_only=True)["samples"] for i in range(2))
-    assert {sample["rollout_id"] for sample in first} == set(range(8))
-    assert all("sure?" in sample["response"] or sample["response_length"] <= 6 for sample in first)
-    assert any(0 in sample["loss_mask"] and 1 in sample["loss_mask"] for sample in first)
-    assert all(len(sample["rollout_top_p_token_ids"]) >= sum(sample["loss_mask"]) for sample in first)

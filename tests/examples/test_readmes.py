@@ -2,9 +2,8 @@
 
 An offline run is executed with the driver replaced: its flags are resolved and checked, functions included, and the
 files that the real driver would leave are put there. With the real driver runs retool, as it is, in
-``tests/e2e/test_examples_real.py``, the functions of the newer examples in ``tests/e2e/test_examples_together.py`` and
-``test_loop_vision.py``, and those of agent_tool in ``test_agent_tool.py``. The launch scripts are tried in
-``test_launchers.py``.
+``tests/e2e/test_examples_real.py``, the functions of other examples in ``tests/e2e/test_examples_together.py`` and
+``test_loop_vision.py``. The launch scripts are tried in ``test_launchers.py``.
 """
 
 from __future__ import annotations
