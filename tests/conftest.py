@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -25,7 +26,18 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError("SLIME_WRITE_TABLES=1 writes the tables of whole files: run them without -k and ::")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Without the garbage collector, which would visit the growing set of modules and tests for a third of the time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_sessionfinish() -> None:
+    gc.unfreeze()
     write_page()
 
 
@@ -55,6 +67,13 @@ def pytest_timeout_set_timer(item: Any, settings: Any) -> bool:
     signal.signal(signal.SIGALRM, look)
     signal.setitimer(signal.ITIMER_REAL, settings.timeout)
     return True
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _garbage_is_only_looked_for_in_new_objects() -> None:
+    """The end of a trainer collects garbage, for 2 s if it looks at all imports and collected tests."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="module", autouse=True)

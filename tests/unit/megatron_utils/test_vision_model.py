@@ -3,7 +3,6 @@ images."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from safetensors.torch import load_file
 
 from slime.config.groups import RunConfig
 from slime.utils.errors import ConfigError, DataError
-from tests.unit.megatron_utils.tiny_trainer import make_args, make_batch, single_rank
+from tests.unit.megatron_utils.tiny_trainer import make_args, make_batch
 from tests.unit.megatron_utils.tiny_vision_models import (
     IMAGE,
     START,
@@ -30,10 +29,7 @@ GRIDS = [[[1, 4, 4]], [], [[1, 4, 6], [1, 2, 2]], [[1, 6, 4]], [], [[1, 2, 8]]]
 VIDEOS = {1: [2, 4, 4], 3: [3, 2, 4]}
 
 
-@pytest.fixture(autouse=True)
-def _one_rank() -> Iterator[None]:
-    with single_rank():
-        yield
+pytestmark = pytest.mark.usefixtures("trainer_rank")
 
 
 def _trainer(path: Path, **settings: Any) -> Any:
