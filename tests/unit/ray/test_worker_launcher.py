@@ -140,6 +140,8 @@ def test_ray_takes_the_death_of_a_forked_worker_for_the_death_of_its_actor(
     preload: None, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     monkeypatch.delenv(PYTESTS)
+    monkeypatch.setenv("PYTHONBREAKPOINT", "")  # ray.init sets it: the environment of later tests would differ
+    monkeypatch.delenv("PYTHONBREAKPOINT")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("RAY_prestart_worker_first_driver", "0")
     folder = tmp_path_factory.getbasetemp() / "ray"
