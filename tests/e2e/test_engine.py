@@ -46,7 +46,6 @@ from slime.weight_sync.root_hash import places_of
 from slime.weight_sync.send_distributed import DistributedSender
 from slime.weight_sync.session import WeightUpdate, push_weights
 from tests.e2e.engines import LocalFleet, assert_all_compared, make_engine, proof_of
-from tests.e2e.moe_model import make_moe_model
 from tests.unit.rollout.fake_engine import make_args
 
 ROOT = Path(__file__).parents[2]
@@ -319,22 +318,6 @@ def test_a_weight_sync_changes_every_tensor_and_stamps_the_version(engine, tiny_
     output, log_probs, version = generate(engine, [9, 10, 11])
     assert version == "41"
     assert worst_difference(model, [9, 10, 11], output, log_probs) < 1e-5
-
-
-@pytest.fixture(scope="module")
-def moe_model(tiny_task, tmp_path_factory) -> Path:
-    return make_moe_model(tiny_task, tmp_path_factory.mktemp("moe"))
-
-
-def test_a_mixture_of_experts_on_several_ranks_agrees_with_transformers(moe_model, fork_server, tmp_path):
-    task = SimpleNamespace(model=str(moe_model))
-    engine = make_engine(task, fork_server, tmp_path / "log", "--tp-size", "2", "--ep-size", "2")
-    try:
-        engine.start()
-        output, log_probs, _ = generate(engine, [5, 6, 7, 8])
-        assert worst_difference(model_of(task), [5, 6, 7, 8], output, log_probs) < 1e-5
-    finally:
-        engine.stop()
 
 
 def test_a_refused_call_names_engine_verb_and_answer(engine):

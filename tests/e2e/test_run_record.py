@@ -19,6 +19,7 @@ from slime.observability.metric_table import describe
 from slime.observability.metric_utils import request_metrics
 from slime.observability.sample_record import read_rows, record_file, sample_of_row, train_files
 from tests.e2e.running import PLUGINS, ROOT, metrics, run_train
+from tests.programs import run_program
 from tools.trace_timeline_viewer import timeline_rows
 
 NUM_SAMPLES = 16
@@ -35,12 +36,8 @@ def run(tiny_task, tmp_path_factory) -> Path:
         [
             *("--hf-checkpoint", tiny_task.model, "--prompt-data", tiny_task.train, "--label-key", "label"),
             *("--apply-chat-template", "--rollout-batch-size", 4, "--n-samples-per-prompt", 4),
-            *(
-                "--custom-generate-function-path",
-                f"{PLUGINS}:two_turns",
-                "--custom-rm-path",
-                f"{PLUGINS}:share_of_sevens",
-            ),
+            *("--custom-generate-function-path", f"{PLUGINS}:two_turns"),
+            *("--custom-rm-path", f"{PLUGINS}:share_of_sevens"),
             *("--rollout-max-response-len", 32, "--fp32", "--use-kl-loss", "--lr", "1e-3"),
             *("--actor-num-gpus-per-node", 2, "--rollout-num-gpus", 1, "--num-rollout", 2, "--save", output / "ckpt"),
             *("--save-interval", 1, "--sglang-context-length", 128, "--sglang-max-total-tokens", 8192),
@@ -54,10 +51,8 @@ def run(tiny_task, tmp_path_factory) -> Path:
     return output / "run"
 
 
-def slime(*words: Any, typed: str | None = None, **env: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "slime", *map(str, words)]
-    kwargs = {"capture_output": True, "text": True, "cwd": ROOT, "input": typed}
-    return subprocess.run(command, env=os.environ | env, **kwargs)
+def slime(*words: Any) -> subprocess.CompletedProcess[str]:
+    return run_program("-m", "slime", *words)
 
 
 def with_other_functions(run: Path, name: str, old: str, new: str) -> Path:
@@ -124,9 +119,10 @@ def test_a_code_change_is_seen_by_the_replay(run: Path) -> None:
 
 def test_a_breakpoint_in_the_reward_stops_there(run: Path) -> None:
     stopping = with_other_functions(run, "stopping", "share_of_sevens", "reward_with_a_breakpoint")
-    words = ("replay", stopping, "--rollout", 1, "--sample", 6, "--no-train")
+    words = ("replay", stopping, "--rollout", "1", "--sample", "6", "--no-train")
     left_by_ray = {"PYTHONBREAKPOINT": "ray.util.rpdb._driver_set_trace"}  # ray.init sets it for all children
-    done = slime(*words, typed='p ("stopped at", sample.index)\nc\n', **left_by_ray)
+    kwargs = {"input": 'p ("stopped at", sample.index)\nc\n', "env": os.environ | left_by_ray, "cwd": ROOT}
+    done = subprocess.run([sys.executable, "-m", "slime", *words], capture_output=True, text=True, **kwargs)
     assert f"('stopped at', {read_rows(record_file(run, 'rollout', 1))[6]['index']})" in done.stdout
     assert done.returncode == 0, done.stderr
 

@@ -169,6 +169,8 @@ def test_engines_of_different_width_get_the_same_mixture_of_experts(tiny_task, f
     try:
         for start in [fleet.pool.submit(each.start) for each in (wide, narrow)]:
             start.result()
+        output, log_probs, _ = generate(wide, [5, 6, 7, 8])
+        assert worst_difference(model_of(task), [5, 6, 7, 8], output, log_probs) < 1e-5, "before the first update"
         fleet.start("reset_weights").wait(300)
         for version, only in (("0", "nothing"), ("1", None), ("2", "experts.3.")):
             trainer.step(only=only)
