@@ -183,7 +183,14 @@ def _adapters(trainer: MegatronTrainer) -> dict[str, torch.Tensor]:
 _IN_BF16 = {"fp32": False, "bf16": True, "async_save": True, "num_rollout": 10, "ref_update_interval": 1}
 
 
-@pytest.mark.parametrize("precision", [{}, _IN_BF16], ids=["fp32", "bf16, saved while the next rollout is trained"])
+_MUON = {"optimizer": "muon", "use_distributed_optimizer": False}  # nothing is left for its Adam: adapters are matrices
+
+
+@pytest.mark.parametrize(
+    "precision",
+    [{}, _IN_BF16, _MUON, _MUON | {"optimizer": "dist_muon", "fp32": False, "bf16": True}],
+    ids=["fp32", "bf16, saved while the next rollout is trained", "muon", "dist_muon"],
+)
 @pytest.mark.parametrize("kind", ["qwen3", "moonlight", "qwen3_moe"])
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
     kind: str, precision: dict[str, Any], checkpoint: Any, tmp_path: Path

@@ -190,6 +190,8 @@ def build_muon(config: OptimizerConfig, chunks: list[Any], settings: MuonArgs, *
         optimizer = muon.get_megatron_muon_optimizer(
             config, chunks, use_gloo_process_groups=False, layer_wise_distributed_optimizer=is_layer_wise
         )
+    # adapters are matrices only, and Megatron cannot save an Adam that has no parameters
+    optimizer.chained_optimizers = [part for part in optimizer.chained_optimizers if part.optimizer is not None]
     for chunk in chunks:
         for parameter in chunk.parameters():
             marks = vars(parameter)
