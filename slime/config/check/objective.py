@@ -90,6 +90,8 @@ def _optimizer(args: Namespace) -> Iterator[str]:
     if args.use_stateless_adam and args.lr_decay_style != "constant":
         text = f"without a saved state, --lr-decay-style {args.lr_decay_style} begins anew when a run is resumed"
         groups.warn(args, "--use-stateless-adam", text)
+    if args.use_stateless_adam and args.save is not None and not args.fp32:
+        groups.warn(args, "--use-stateless-adam", "a resumed run has 16-bit weights, whose fp32 copies are not saved")
 
 
 def _weights_in_fp8(args: Namespace) -> Iterator[str]:

@@ -25,8 +25,10 @@ def test_adam_without_moments_needs_adam_and_saves_no_optimizer(line: TinyComman
     assert "needs --no-save-optim" in problems
     _, problems = line.run("--use-stateless-adam", "--optimizer-cpu-offload")
     assert "--use-stateless-adam has no states to keep on the CPU" in problems
-    warned = line.warnings("--use-stateless-adam", "--no-save-optim", "--lr-decay-style", "cosine")
-    assert "begins anew" in warned
+    settings = ("--use-stateless-adam", "--no-save-optim", "--lr-decay-style", "cosine", "--save", "checkpoints")
+    assert "begins anew" in line.warnings(*settings)
+    assert "has 16-bit weights" in line.warnings(*settings)
+    assert "has 16-bit weights" not in line.warnings(*settings, "--fp32")
 
 
 def test_weights_in_fp8_are_not_exchanged_for_others(line: TinyCommand) -> None:
