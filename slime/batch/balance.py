@@ -54,6 +54,25 @@ def expand_bins_by_splitting(bins: Bins, target: int, lengths: Sequence[int]) ->
         bins.append(right)
 
 
+def greedy_partition(weights: Sequence[int], k: int, equal_size: bool) -> Bins:
+    """``k`` sets of indices: each item, in order, goes to the lightest set, with ``equal_size`` to one with room."""
+    sets: Bins = [[] for _ in range(k)]
+    sums = [0] * k
+    if equal_size and len(weights) % k:
+        raise ValueError(f"{len(weights)} items cannot be divided into {k} sets of equal size")
+    for index, weight in enumerate(weights):
+        room = [i for i in range(k) if not equal_size or len(sets[i]) < len(weights) // k]
+        lightest = min(room, key=sums.__getitem__)
+        sets[lightest].append(index)
+        sums[lightest] += weight
+    return sets
+
+
+def get_reverse_idx(positions: Sequence[int]) -> list[int]:
+    """The inverse permutation: ``result[positions[i]] == i``."""
+    return sorted(range(len(positions)), key=positions.__getitem__)
+
+
 def split_bin(items: Sequence[int], lengths: Sequence[int]) -> tuple[list[int], list[int]]:
     """Two halves of a bin: longest item first, each to the lighter half (the left one on a tie)."""
     halves: tuple[list[int], list[int]] = ([], [])

@@ -69,6 +69,8 @@ slime.utils.routing_replay
     slime.backends.megatron_utils.model.routing_replay: register_routing_replay
 slime.utils.seqlen_balancing
     slime.batch.balance: expand_bins_by_splitting first_fit_pack get_seqlen_balanced_partitions karmarkar_karp
+    slime.batch.balance: get_reverse_idx greedy_partition
+slime.utils.tensorboard_utils = slime.compat.measures
 slime.utils.timer
     slime.compat.measures: Timer inverse_timer timer
 slime.utils.trace_utils
@@ -145,6 +147,7 @@ slime.rollout.rm_hub.math_dapo_utils = slime.rollout.rm_hub.rules
 slime.rollout._fanout_test_helpers = slime.testing.fakes
 slime.utils.external_utils
 slime.utils.external_utils.command_utils = slime.compat.command_utils
+slime.observability.tensorboard_utils = slime.compat.measures
 slime.observability.train_metric_utils = slime.compat.measures
 slime.observability.timer = slime.compat.measures
 """

@@ -9,13 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, overload
 
 import torch
 import torch.distributed as dist
 
+from slime.config.groups import with_values
+from slime.observability.sinks import TensorboardSink
+from slime.observability.tracking import event_directory
 from slime.utils import accelerator
 from slime.utils.misc import SingletonMeta
 
@@ -30,6 +35,27 @@ __all__ = [
 ]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class _TensorboardAdapter(metaclass=SingletonMeta):
+    """Event files for users' code, one writer per process, in the folder of the run's events.
+
+    Raises:
+        ValueError: neither ``--tb-project-name`` nor TENSORBOARD_DIR.
+    """
+
+    def __init__(self, args: Namespace) -> None:
+        if not args.tb_project_name and not os.environ.get("TENSORBOARD_DIR"):
+            raise ValueError("TensorBoard needs --tb-project-name, or the environment variable TENSORBOARD_DIR.")
+        directory = event_directory(with_values(args, use_tensorboard=True), time.strftime("%Y%m%d_%H%M%S"))
+        assert directory is not None, "the flag asks for events"
+        self._sink = TensorboardSink(directory)
+
+    def log(self, data: Mapping[str, Any], step: int) -> None:
+        self._sink.log(data, "", step)
+
+    def finish(self) -> None:
+        self._sink.close()
 
 
 class Timer(metaclass=SingletonMeta):

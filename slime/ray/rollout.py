@@ -8,16 +8,24 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import ray
 
-from slime.config.groups import RunConfig
+from slime.config.groups import RunConfig, from_args
 from slime.data.dump_file import load_debug_rollout_data, save_debug_rollout_data, save_tokenizer
 from slime.data.sample import iter_samples
 from slime.hooks.load import load_function, load_optional
 from slime.observability.logging_utils import collecting, configure_logger
-from slime.observability.rollout_metrics import log_eval_rollout_data, log_rollout_data, mean_reward
+from slime.observability.rollout_metrics import (
+    _compute_top_p_kept_vocab_metrics,
+    compute_metrics_from_samples,
+    compute_perf_metrics_from_samples,
+    log_eval_rollout_data,
+    log_rollout_data,
+    mean_reward,
+)
 from slime.observability.trace_export import FinishedSamples
 from slime.ray.data_buffer import DataBufferClient
 from slime.ray.engines.http_workers import HttpWorkers, are_wanted, start_http_workers
@@ -37,6 +45,15 @@ logger = logging.getLogger(__name__)
 
 _FAULT = "slime_plugins.ci_test.StopFirstEngine"
 
+__all__ = [
+    "RolloutManager",
+    # users' programs import these from here
+    "_compute_top_p_kept_vocab_metrics",
+    "compute_metrics_from_samples",
+    "compute_perf_metrics_from_samples",
+    "create_rollout_manager",
+]
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -48,6 +65,8 @@ _CALLS = 6
 @exits_are_errors
 class RolloutManager:
     """Body of the actor."""
+
+    __ray_metadata__: Any
 
     def __init__(self, config: RunConfig, slots: GpuSlots, data_buffer: DataBufferClient) -> None:
         configure_logger(" rollout")
@@ -220,6 +239,29 @@ class RolloutManager:
         """How far the rollout or evaluation is, for the console: ``9/16 groups``."""
         return Count.under_way()
 
+    # Users' programs call these two unbound, with an object that has ``args`` and the functions of the hooks.
+
+    def _post_process_rewards(self: Any, samples: Any) -> Any:
+        from slime.batch.compile import compile_train_data
+        from slime.batch.rewards import RewardArgs, raw_rewards
+
+        if self.custom_reward_post_process_func is not None:
+            return self.custom_reward_post_process_func(self.args, samples)
+        settings = from_args(RewardArgs, self.args)
+        return raw_rewards(samples, settings), compile_train_data(samples, rewards=settings)["rewards"]
+
+    def _convert_samples_to_train_data(self: Any, samples: Any) -> Any:
+        from slime.batch.compile import compile_train_data
+        from slime.batch.rewards import RewardArgs
+
+        return compile_train_data(
+            samples,
+            rewards=from_args(RewardArgs, self.args),
+            post_process=self.custom_reward_post_process_func,
+            convert=self.custom_convert_samples_to_train_data_func,
+            args=self.args,
+        )
+
     def dispose(self) -> None:
         """Write the last records, then stop router, engines and HTTP workers."""
         self._finished.flush()
@@ -229,6 +271,10 @@ class RolloutManager:
         if self._http_workers is not None:
             self._http_workers.kill()
             self._http_workers = None
+
+
+# As upstream's class, which Ray has decorated.
+RolloutManager.__ray_metadata__ = SimpleNamespace(modified_class=RolloutManager)
 
 
 def create_rollout_manager(config: RunConfig, slots: GpuSlots, data_buffer: DataBufferClient) -> Any:

@@ -18,22 +18,32 @@ __all__ = [
     "should_run_periodic_action",
 ]
 
-# Imported on first use: some of these modules import heavy libraries such as Ray.
-_MOVED = {
-    "Box": "slime.ray.shards",
-    "decode_int32_meta_array": "slime.data.engine_meta",
-    "get_current_node_ip": "slime.utils.net",
-    "get_free_port": "slime.utils.net",
-    "load_function": "slime.hooks.load",
-}
-
 Item = TypeVar("Item")
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _MOVED:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_MOVED[name]), name)
+def moved(module: str, **origins: str) -> Callable[[str], Any]:
+    """The ``__getattr__`` of ``module`` for public names of other modules, which are imported on first use.
+
+    Args:
+        origins: name -> its module. Some import heavy libraries such as Ray.
+    """
+
+    def __getattr__(name: str) -> Any:
+        if name not in origins:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(origins[name]), name)
+
+    return __getattr__
+
+
+__getattr__ = moved(
+    __name__,
+    Box="slime.ray.shards",
+    decode_int32_meta_array="slime.data.engine_meta",
+    get_current_node_ip="slime.utils.net",
+    get_free_port="slime.utils.net",
+    load_function="slime.hooks.load",
+)
 
 
 def flag(default: Any, help_text: str, **metadata: Any) -> Any:

@@ -67,7 +67,9 @@ slime.observability.trace_utils: SGLANG_PD_DECODE_SEGMENTS SGLANG_PD_PREFILL_SEG
 slime.observability.train_data_utils: save_debug_train_data
 slime.ray.buffer: Buffer
 slime.ray.placement_group: create_placement_groups
-slime.ray.rollout: RolloutManager
+slime.ray.rollout: RolloutManager _compute_top_p_kept_vocab_metrics compute_metrics_from_samples
+    compute_perf_metrics_from_samples
+    RolloutManager._post_process_rewards RolloutManager._convert_samples_to_train_data
 slime.ray.rollout_data_source: RolloutDataSource
 slime.ray.train_actor:
 slime.ray.utils: NOSET_VISIBLE_DEVICES_ENV_VARS_LIST
@@ -127,7 +129,9 @@ slime.utils.processing_utils: build_processor_kwargs encode_image_for_rollout_en
 slime.utils.profile_utils: TrainProfiler
 slime.utils.ray_utils: Box
 slime.utils.routing_replay: RoutingReplay get_routing_replay_compute_topk register_routing_replay
-slime.utils.seqlen_balancing:
+slime.utils.seqlen_balancing: expand_bins_by_splitting first_fit_pack get_reverse_idx get_seqlen_balanced_partitions
+    greedy_partition karmarkar_karp
+slime.utils.tensorboard_utils: _TensorboardAdapter
 slime.utils.timer: Timer inverse_timer timer
 slime.utils.trace_utils: trace_span
 slime.utils.tracking_utils: init_tracking

@@ -26,6 +26,7 @@ from slime.backends.training.context_parallel import (
     shard,
     zigzag_rows,
 )
+from slime.utils.misc import moved
 
 __all__ = [
     "ShardedSequences",
@@ -40,6 +41,13 @@ __all__ = [
     "slice_with_cp",
     "zigzag_rows",
 ]
+
+__getattr__ = moved(
+    __name__,
+    gather_and_reduce_log_dict="slime.compat.measures",
+    reduce_train_step_metrics="slime.compat.measures",
+    rollout_log_metric_contribution="slime.compat.measures",
+)
 
 Values = TypeVar("Values", torch.Tensor, list[float])
 Span = tuple[int, int]
