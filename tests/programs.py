@@ -122,6 +122,7 @@ def _become(words: Sequence[str], cwd: str | Path, env: Mapping[str, str], descr
     os.environ.update(env)
     tempfile.tempdir = None
     ours = {name.partition(".")[0] for name, module in sys.modules.items() if not _is_installed(module)}
+    ours.add("megatron")  # on a CPU it is rewritten while it is imported
     for name in [name for name in sys.modules if name.partition(".")[0] in ours]:
         del sys.modules[name]
     try:
