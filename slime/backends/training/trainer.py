@@ -85,7 +85,7 @@ class TrainerBase(ABC):
         self._reference: WeightBackup | BaseReference | None = None
         self._teacher: WeightBackup | None = None
         self._generators: dict[str, WeightBackup] = {}
-        self._passed: dict[int, dict[str, Any]] = {}  # rollout id -> columns of its passes, which reward_kl() has run
+        self._passed: dict[int, tuple[dict[str, Any], dict[str, float]]] = {}  # columns and seconds of reward_kl()
         self._base_scores: list[float] | None = None
 
     @property
@@ -280,10 +280,10 @@ class TrainerBase(ABC):
     def reward_kl(self, rollout_id: int, batch: dict[str, Any]) -> list[torch.Tensor]:
         """The KL divergence that enters the rewards, fp32 ``[R_i]`` per sample. ``train`` reuses its passes."""
         self._device.require(TRAINER_PARTS, "log-probs")
-        train_batch = self._train_batch(batch)
-        self._run_passes(self._passes(train_batch), train_batch, {})
+        train_batch, seconds = self._train_batch(batch), dict[str, float]()
+        self._run_passes(self._passes(train_batch), train_batch, seconds)
         columns = train_batch.columns
-        self._passed = {rollout_id: {name: columns[name] for name in columns.keys() - batch.keys()}}
+        self._passed = {rollout_id: ({name: columns[name] for name in columns.keys() - batch.keys()}, seconds)}
         return reward_kl(columns, self._algorithm)
 
     def train_values(self, rollout_id: int, batch: dict[str, Any]) -> tuple[TrainReport, list[torch.Tensor]]:
@@ -313,7 +313,9 @@ class TrainerBase(ABC):
         from_args(FieldFlags, self._args).check_sampling_sets(columns)
         passes = self._passes(batch)
         if rollout_id in self._passed:
-            columns |= self._passed.pop(rollout_id)
+            known, spent = self._passed.pop(rollout_id)
+            columns |= known
+            seconds |= spent
         else:
             self._run_passes(passes, batch, seconds)
         if passes.credit:
@@ -385,8 +387,7 @@ class TrainerBase(ABC):
             "num_microbatches": [count],
             "global_batch_sizes": [count],
         }
-        group = self._place.tensor_group
-        read = functools.partial(self._objective.read_log_probs, tensor_group=group, temperature=1.0)
+        read = functools.partial(self._objective.read_log_probs, tensor_group=self._place.tensor_group, temperature=1.0)
         scores: list[float] = self._outputs(self._train_batch(columns), read)[0].tolist()
         return scores
 

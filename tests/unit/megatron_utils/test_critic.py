@@ -118,6 +118,7 @@ def test_the_kl_of_a_policy_takes_no_second_pass_when_it_trains(
         kl = trainer.reward_kl(1, batch) if is_asked else []
         reports.append(trainer.train(1, batch))
     assert reports[0] == dataclasses.replace(reports[1], seconds=reports[0].seconds)
+    assert reports[0].seconds.keys() == reports[1].seconds.keys()
     assert len(passes) == 2 * 4  # two passes of each rollout: reference and policy
     means = [float((v * m).sum() / max(1, m.sum())) for v, m in zip(kl, batch["loss_masks"], strict=True)]
     assert reports[1].rollout["kl"] == pytest.approx(sum(means) / 8, rel=1e-4)
