@@ -25,6 +25,7 @@ import torch.distributed as dist
 from slime.backends.protocols import EngineFleet, NamedTensor, PendingCalls
 from slime.utils import accelerator
 from slime.utils.distributed_utils import destroy_group, in_thread, join_group
+from slime.utils.errors import DeadlineExceeded
 from slime.utils.net import WEIGHT_INTERFACES
 from slime.weight_sync.chunks import WeightChunk
 
@@ -151,10 +152,20 @@ class DistributedSender:
         under_way, self._under_way = self._under_way, None
         if under_way is not None:
             under_way.receiving.wait(self._timeout_s)  # first: an engine that refuses never joins the broadcasts
-            for broadcast in under_way.broadcasts.result(self._timeout_s):
+            for broadcast in self._started(under_way.broadcasts):
                 broadcast.wait()
             if under_way.memory is not None:
                 self._spare = under_way.memory
+
+    def _started(self, broadcasts: Future[list[Any]]) -> list[Any]:
+        try:
+            return broadcasts.result(self._timeout_s)
+        except TimeoutError:
+            urls = ", ".join(engine.url for engine in self._fleet.engines)
+            raise DeadlineExceeded(
+                f"the broadcasts of weights to {urls} have not begun within {self._timeout_s:g} s "
+                "(--weight-sync-timeout), though the engines have answered."
+            ) from None
 
     def disconnect(self) -> None:
         """Leave the group, also in the middle of a chunk."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from slime.backends.protocols import EngineInfo
-from slime.utils.errors import EngineError
+from slime.utils.errors import DeadlineExceeded, EngineError
 from slime.utils.net import WEIGHT_INTERFACES
 from slime.weight_sync import send_distributed
 from slime.weight_sync.chunks import WeightChunk
@@ -127,6 +127,19 @@ def test_an_engine_that_died_before_it_joined_the_first_broadcast_is_named(
     with pytest.raises(EngineError, match="wrong shape of w0"):
         sender.finish()
     assert not gives_up.is_set()
+    gives_up.set()
+
+
+def test_broadcasts_that_never_begin_are_named_though_the_engines_have_answered(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gives_up = threading.Event()
+    sender, (chunk,) = DistributedSender(engines, group_name="g", timeout_s=0.01), _chunks(4)
+    monkeypatch.setattr(send_distributed.dist, "broadcast", lambda *args, **kwargs: gives_up.wait(60))
+    monkeypatch.setattr(Reply, "wait", lambda reply, timeout_s: [None])
+    sender.send(chunk, "1")
+    with pytest.raises(DeadlineExceeded, match=r"to a, b, c have not begun within 0.01 s \(--weight-sync-timeout\)"):
+        sender.finish()
     gives_up.set()
 
 
