@@ -1,15 +1,15 @@
-"""Python programs in forks of this process, which has most packages imported: a new interpreter imports them again.
+"""Python programs in forks of a server that has imported the large packages: a new interpreter imports them again.
 
-A fork imports the files of the repository anew, and has its own working directory, environment and output, but it
-shares the packages that are loaded already. It may hang on a lock that a thread of this process held: then a new
-interpreter runs the program.
+The server does nothing but import, and has one thread: a fork of a process that has computed lacks the threads of its
+libraries, may wait for a lock that one of them held, or crash.
 """
 
 from __future__ import annotations
 
 import atexit
+import gc
+import importlib
 import json
-import logging
 import os
 import runpy
 import signal
@@ -19,14 +19,16 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
-from subprocess import CompletedProcess, Popen
+from subprocess import CompletedProcess
+from typing import Any
 
-__all__ = ["forked_python", "run_program", "wait_and_fork"]
+__all__ = ["put_python_in", "run_program"]
 
 ROOT = Path(__file__).parents[1]
+_PACKAGES = ("torch", "torch._dynamo", "ray", "transformers", "fastapi", "uvicorn", "httpx")
 
 _CLIENT = """\
 #!{python} -SI
@@ -36,107 +38,135 @@ if sys.argv[1:3] == ["-m", "pytest"] or sys.argv[1:2] == ["-c"]:
 with socket.socket(socket.AF_UNIX) as client:
     client.connect("{address}")
     socket.send_fds(client, [b" "], [0, 1, 2])
-    client.sendall(json.dumps([sys.argv[1:], os.getcwd(), dict(os.environ)]).encode())
-    client.shutdown(socket.SHUT_WR)
-    status = client.recv(9)
-if not status:
-    os.execv("{python}", ["{python}", *sys.argv[1:]])
-sys.exit(int(status))
+    with client.makefile("rw") as stream:
+        print(json.dumps([sys.argv[1:], os.getcwd(), dict(os.environ)]), file=stream, flush=True)
+        stream.readline()
+        status = int(stream.readline())
+sys.exit(status if status >= 0 else 128 - status)
 """
-_HANGS_S = 300
 
 
 def run_program(*words: object, cwd: str | Path = ROOT, env: Mapping[str, str] | None = None) -> CompletedProcess[str]:
     """The file ``words[0]``, or ``-m`` and a module, with the arguments behind it."""
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err, open(os.devnull) as null:
-        command = [str(word) for word in words]
-        descriptors = (null.fileno(), out.fileno(), err.fileno())
-        pid = os.fork()
-        if pid == 0:
-            os._exit(_become(command, cwd, dict(os.environ if env is None else env), descriptors))
-        try:
-            status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        except BaseException:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-            raise
-        if status == -signal.SIGALRM:
-            again = [sys.executable, *command]
-            return subprocess.run(again, cwd=cwd, env=env, capture_output=True, text=True, check=False)
+    command = [str(word) for word in words]
+    with (
+        tempfile.TemporaryFile("w+") as out,
+        tempfile.TemporaryFile("w+") as err,
+        open(os.devnull) as null,
+        socket.socket(socket.AF_UNIX) as client,
+    ):
+        client.connect(_address())
+        socket.send_fds(client, [b" "], [null.fileno(), out.fileno(), err.fileno()])
+        with client.makefile("rw") as stream:
+            request = [command, str(cwd), dict(os.environ if env is None else env)]
+            print(json.dumps(request), file=stream, flush=True)
+            pid = int(stream.readline())
+            try:
+                status = int(stream.readline())
+            except BaseException:
+                os.kill(pid, signal.SIGKILL)
+                raise
         out.seek(0)
         err.seek(0)
         return CompletedProcess(command, status, out.read(), err.read())
 
 
-@contextmanager
-def forked_python(folder: Path) -> Iterator[socket.socket]:
-    """``python`` and ``python3`` in ``folder``, for a shell, while :func:`wait_and_fork` waits for that shell."""
-    with tempfile.TemporaryDirectory(prefix="py-") as directory, socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(f"{directory}/socket")
-        listener.listen()
-        listener.settimeout(0.02)
-        for name in ("python", "python3"):
-            program = folder / name
-            program.write_text(_CLIENT.format(python=sys.executable, address=f"{directory}/socket"))
-            program.chmod(0o755)
-        yield listener
+def put_python_in(folder: Path) -> None:
+    """Write programs ``python`` and ``python3`` for a shell, which fork the server."""
+    for name in ("python", "python3"):
+        program = folder / name
+        program.write_text(_CLIENT.format(python=sys.executable, address=_address()))
+        program.chmod(0o755)
 
 
-def wait_and_fork(listener: socket.socket, process: Popen[str]) -> None:
-    """Serve the programs of ``process`` until it ends."""
-    forks: list[int] = []
-    while process.poll() is None:
+@cache
+def _address() -> str:
+    """The socket of the server of this process, which is started by the first call."""
+    directory = tempfile.TemporaryDirectory(prefix="py-", dir="/tmp")  # a short path, as sockets need
+    address = f"{directory.name}/socket"
+    command = [sys.executable, "-P", __file__, address]
+    server = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert server.stdout is not None
+    if server.stdout.readline() != b"ready\n":
+        raise RuntimeError(f"the server that forks programs did not start: {' '.join(command)}")
+
+    @atexit.register
+    def end() -> None:
+        server.kill()
+        server.wait()
+        directory.cleanup()
+
+    return address
+
+
+def _serve(address: str) -> list[str]:
+    """Fork for each request. Returns the words of the program, in the fork that runs it."""
+    for package in _PACKAGES:
+        importlib.import_module(package)
+    threads = len(os.listdir("/proc/self/task"))
+    if threads != 1:
+        sys.exit(f"the imports of {', '.join(_PACKAGES)} started {threads - 1} threads, which a fork would lack")
+    parent = os.getppid()
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(address)
+    listener.listen()
+    listener.settimeout(5)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no fork is waited for here
+    gc.freeze()
+    print("ready", flush=True)
+    while os.getppid() == parent:
         try:
             connection, _ = listener.accept()
         except TimeoutError:
             continue
-        with connection:
-            connection.settimeout(None)
-            _, descriptors, _, _ = socket.recv_fds(connection, 1, 3)
-            with connection.makefile("rb") as request:
-                words, cwd, env = json.loads(request.read())
-            pid = os.fork()
-            if pid == 0:
-                connection.sendall(b"%d" % _become(words, cwd, env, descriptors))
-                os._exit(0)
-            forks.append(pid)
+        if os.fork() == 0:
+            break
+        connection.close()
+    else:
+        sys.exit()
+    listener.close()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    connection.settimeout(None)
+    _, descriptors, _, _ = socket.recv_fds(connection, 1, 3)
+    with connection.makefile("rw") as stream:
+        words, cwd, env = json.loads(stream.readline())
+        pid = os.fork()
+        if pid:
             for descriptor in descriptors:
                 os.close(descriptor)
-    for pid in forks:
-        os.waitpid(pid, 0)
-
-
-def _become(words: Sequence[str], cwd: str | Path, env: Mapping[str, str], descriptors: Sequence[int]) -> int:
-    """Run the program as the main program of this process, which is a fork. Returns its exit status."""
+            print(pid, file=stream, flush=True)
+            print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), file=stream, flush=True)
+            os._exit(0)
+    connection.close()
     for target, source in enumerate(descriptors):
         os.dup2(source, target)
-    sys.stdin, sys.stdout, sys.stderr = (os.fdopen(number, mode, closefd=False) for number, mode in enumerate("rww"))
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.alarm(_HANGS_S)
-    atexit._clear()
-    logging.root.handlers.clear()  # those of pytest
-    if "torch" in sys.modules:
-        sys.modules["torch"].set_num_threads(1)  # the threads of OpenMP are not in a fork
+        os.close(source)
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
     tempfile.tempdir = None
-    ours = {name.partition(".")[0] for name, module in sys.modules.items() if not _is_installed(module)}
-    ours.add("megatron")  # on a CPU it is rewritten while it is imported
-    for name in [name for name in sys.modules if name.partition(".")[0] in ours]:
-        del sys.modules[name]
+    return words
+
+
+def _run(words: list[str]) -> int:
+    """Run the program as the main program of this process. Returns its exit status."""
+    is_module = words[0] == "-m"
+    sys.argv = words[is_module:]
+    sys.path.insert(0, os.getcwd() if is_module else str(Path(words[0]).resolve().parent))
+    status: Any = 0
     try:
-        _run(list(words))
+        if is_module:
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(words[0], run_name="__main__")
     except SystemExit as end:
-        if end.code is not None and not isinstance(end.code, int):
-            print(end.code, file=sys.stderr)
-        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        status = end.code or 0
+        if not isinstance(status, int):
+            print(status, file=sys.stderr)
+            status = 1
     except BaseException:
         traceback.print_exc()
         status = 1
-    else:
-        status = 0
-    signal.alarm(_HANGS_S)
     threading._shutdown()  # it also ends those of executors, and joins all
     atexit._run_exitfuncs()
     sys.stdout.flush()
@@ -144,17 +174,5 @@ def _become(words: Sequence[str], cwd: str | Path, env: Mapping[str, str], descr
     return status
 
 
-def _is_installed(module: object) -> bool:
-    """False for files of this repository, of which some keep threads that a fork lacks, and for those of a test."""
-    file = getattr(module, "__file__", None)
-    return file is None or not os.path.isabs(file) or file.startswith((sys.prefix, sys.base_prefix))
-
-
-def _run(words: list[str]) -> None:
-    is_module = words[0] == "-m"
-    sys.argv = words[is_module:]
-    sys.path.insert(0, os.getcwd() if is_module else str(Path(words[0]).resolve().parent))
-    if is_module:
-        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-    else:
-        runpy.run_path(words[0], run_name="__main__")
+if __name__ == "__main__":
+    os._exit(_run(_serve(sys.argv[1])))  # the usual end of an interpreter takes a second for all these packages

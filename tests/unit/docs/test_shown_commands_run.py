@@ -25,7 +25,7 @@ from slime.utils import async_utils
 from slime.utils.async_utils import Deadline, wait_until
 from slime.utils.net import free_port
 from tests.doc_commands import ROOT, census
-from tests.programs import forked_python, wait_and_fork
+from tests.programs import put_python_in
 from tests.unit.docs.readers_place import add_missing_flags, in_place, prepare
 from tools.make_tiny_task import TinyTask
 
@@ -91,10 +91,12 @@ def run(commands: list[str], place: Path) -> None:
     """One shell for all, so that variables last. The shell's trace shows which command failed."""
     script = "\n".join(typed(command, place) for command in commands)
     log = place / "shell.log"
-    with forked_python(place / "bin") as listener, log.open("w") as file, open(os.devnull) as null:
+    put_python_in(place / "bin")
+    with log.open("w") as file, open(os.devnull) as null:
         command = ["bash", "-euxc", script]
-        shell = subprocess.Popen(command, cwd=place, env=environment(place), stdin=null, stdout=file, stderr=file)
-        wait_and_fork(listener, shell)
+        shell = subprocess.run(
+            command, cwd=place, env=environment(place), stdin=null, stdout=file, stderr=file, check=False
+        )
     output = log.read_text()
     assert shell.returncode == 0 or is_report(commands[-1], output), output[-6000:]
 
