@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from slime.backends.megatron_utils.patches.install import install
+from slime.backends.megatron_utils.patches import install
 
 
 class Calls(TorchDispatchMode):

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-OUTPUT = ROOT / "slime" / "backends" / "megatron_utils" / "arguments" / "core_options.json"
+OUTPUT = ROOT / "slime" / "backends" / "megatron_utils" / "core_options.json"
 
 _CLASSES = (
     ("transformer/transformer_config.py", "TransformerConfig"),

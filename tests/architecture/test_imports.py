@@ -142,7 +142,7 @@ def test_no_room_imports_an_alias() -> None:
 
 
 def test_every_alias_leads_to_a_name_that_exists() -> None:
-    from slime.backends.megatron_utils.patches.install import install
+    from slime.backends.megatron_utils.patches import install
 
     install()  # an alias may import megatron.core, which must come after it
     finder = AliasFinder(ALIASES)

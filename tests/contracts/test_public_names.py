@@ -219,7 +219,7 @@ def modules() -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("module", modules())
 def test_public_names_can_be_imported(module):
-    from slime.backends.megatron_utils.patches.install import install
+    from slime.backends.megatron_utils.patches import install
 
     install()  # the module of a model's router imports megatron.core, as the trainer does after this call
     loaded = importlib.import_module(module)

@@ -18,7 +18,7 @@ def _start(layout: dict[str, int]) -> None:
     from megatron.core import parallel_state as mpu
     from megatron.core import tensor_parallel
 
-    from slime.backends.megatron_utils.patches.install import install
+    from slime.backends.megatron_utils.patches import install
 
     install()
     if not dist.is_initialized():

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from slime.backends.megatron_utils.patches.install import install
+from slime.backends.megatron_utils.patches import install
 
 # Before the first import of megatron.core: on a CPU its sources are rewritten during the import.
 install()
@@ -26,7 +26,7 @@ install()
 
 from slime.backends.megatron_utils.model.routing_replay import RoutingReplay, engine_choices
 from slime.backends.megatron_utils.model_rules import sees_media
-from slime.backends.megatron_utils.optimizer.build import reset_moments
+from slime.backends.megatron_utils.optimizer import reset_moments
 from slime.backends.megatron_utils.process_groups import init_distributed, rank_place
 from slime.backends.megatron_utils.setup import build_train_state
 from slime.backends.megatron_utils.step import TrainerHooks, from_last_stage, outputs_of_last_stage, train_step

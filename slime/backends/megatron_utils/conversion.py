@@ -34,7 +34,7 @@ import torch
 from slime.algorithms import arguments as algorithm_arguments
 from slime.backends.megatron_utils import argument_rules, arguments
 from slime.backends.megatron_utils.model_rules import padded_vocab_size, sees_media
-from slime.backends.megatron_utils.patches.install import install
+from slime.backends.megatron_utils.patches import install
 from slime.backends.training.arguments import ParallelArgs, TrainerArgs
 from slime.backends.training.checkpoint_source import Source, inspect_checkpoint
 from slime.backends.training.hf_files import save_hf_directory

@@ -286,7 +286,7 @@ def user_spec(args: Namespace) -> Any | None:
     if len(words) > 2:
         raise ConfigError(f"{flag}: give a module and a function, or one word such as file.py:function.")
     # The user's module imports megatron.core, which is importable on a CPU only after install().
-    from slime.backends.megatron_utils.patches.install import install
+    from slime.backends.megatron_utils.patches import install
 
     install()
     try:

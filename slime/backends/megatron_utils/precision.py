@@ -11,7 +11,7 @@ INT4 experts, so that the trainer computes with the rounded weights of an INT4 e
 
 Gradients pass straight through the rounding (arXiv:1308.3432).
 
-FP8 linear layers (--fp8-format) are those of ``model.te_layers``, which read Megatron's FP8 context. Embedding, LM
+FP8 linear layers (--fp8-format) are those of ``layer_specs``, which read Megatron's FP8 context. Embedding, LM
 head, attention and norms stay in bf16. The FP8 layers have not run on a GPU yet.
 
 Products of the package deep_gemm, as the engines compute them (--megatron-deepgemm-forward-layers). The engines'

@@ -1,6 +1,6 @@
 """Megatron's process groups: made with the seeds, destroyed, and the place of this rank in them.
 
-Must not be imported before ``patches.install.install`` ran.
+Must not be imported before ``patches.install`` ran.
 """
 
 from __future__ import annotations

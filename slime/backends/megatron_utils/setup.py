@@ -1,6 +1,6 @@
 """Builds the live state of a trainer from its flags: model, optimizer, schedule. Called by ``actor`` once.
 
-Must not be imported before ``patches.install.install`` ran: everything here imports megatron.core.
+Must not be imported before ``patches.install`` ran: everything here imports megatron.core.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from slime.backends.megatron_utils.model.gpt import add_value_head, unwrap
 from slime.backends.megatron_utils.model.lora import ADAPTERS, add_adapters
 from slime.backends.megatron_utils.model.sparse_attention import fake_quantize_latents
 from slime.backends.megatron_utils.model_rules import padded_vocab_size, user_spec
-from slime.backends.megatron_utils.optimizer.build import build_optimizer, build_scheduler
+from slime.backends.megatron_utils.optimizer import build_optimizer, build_scheduler
 from slime.backends.megatron_utils.precision import fake_quantize_experts, install_deepgemm
 from slime.backends.megatron_utils.process_groups import sharding_of
 from slime.backends.megatron_utils.transformer_config import build_config

@@ -66,7 +66,7 @@ def transformer_config_kwargs(run: RunConfig, shape: ModelShape | None = None) -
 
 
 def build_config(run: RunConfig, shape: ModelShape | None = None) -> TransformerConfig:
-    """Megatron's config of this model. Imports megatron, so ``patches.install.install`` must have run on a CPU.
+    """Megatron's config of this model. Imports megatron, so ``patches.install`` must have run on a CPU.
 
     Raises:
         ConfigError: as :func:`transformer_config_kwargs`.
@@ -93,7 +93,7 @@ def build_config(run: RunConfig, shape: ModelShape | None = None) -> Transformer
         pipeline_dtype=dtype,
         autocast_dtype=dtype,
         use_cpu_initialization=is_cpu,
-        bias_activation_fusion=model.bias_swiglu_fusion and (fuses or is_cpu),  # a CPU has patches.install.swiglu
+        bias_activation_fusion=model.bias_swiglu_fusion and (fuses or is_cpu),  # a CPU has patches.swiglu
         bias_dropout_fusion=model.bias_dropout_fusion and fuses,
         attention_backend=AttnBackend[model.attention_backend] if has_te else AttnBackend.auto,
     )

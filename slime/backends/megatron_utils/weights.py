@@ -1,7 +1,7 @@
 """The weights of a Megatron trainer: filled from checkpoints, written to them, copied, offloaded, exported to engines.
 
 The part of ``actor.MegatronTrainer`` that knows the formats, and the tensors of a live model and optimizer. Must not be
-imported before ``patches.install.install`` ran.
+imported before ``patches.install`` ran.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from slime.backends.megatron_utils.checkpoint.state import (
     load_training_state,
 )
 from slime.backends.megatron_utils.checkpoint.writer import CheckpointWriter
+from slime.backends.megatron_utils.host_adam import HostAdam
 from slime.backends.megatron_utils.model.lora import adapters_of, fill_adapters
-from slime.backends.megatron_utils.optimizer.build import parts_of
-from slime.backends.megatron_utils.optimizer.host_adam import HostAdam
+from slime.backends.megatron_utils.optimizer import parts_of
 from slime.backends.protocols import EVERY_RANK, TRAINER_PARTS, NamedTensor, Recipients, TrainerPart
 from slime.backends.training.checkpoint_source import Source
 from slime.backends.training.hf_files import save_hf_directory

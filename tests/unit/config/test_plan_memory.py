@@ -323,7 +323,7 @@ def test_context_parallel_ranks_hold_the_keys_of_all_of_them() -> None:
 
 
 def test_the_buffers_of_a_save_are_those_of_its_writer() -> None:
-    from slime.backends.megatron_utils.patches.install import install
+    from slime.backends.megatron_utils.patches import install
 
     install()  # before the first import of megatron.core, for all tests of this process
     from slime.backends.megatron_utils.checkpoint import shard_files, writer

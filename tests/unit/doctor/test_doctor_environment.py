@@ -205,7 +205,7 @@ def test_the_memory_of_a_tiny_run_on_a_cpu_is_that_of_its_processes(
 
 
 def test_a_trainer_process_is_as_large_as_the_doctor_assumes() -> None:
-    megatron = "from slime.backends.megatron_utils.patches.install import install; install()"
+    megatron = "from slime.backends.megatron_utils.patches import install; install()"
     code = "import psutil, transformers, slime.ray.train_actor; print(psutil.Process().memory_full_info().uss)"
     done = subprocess.run(
         [sys.executable, "-c", f"{megatron}; {code}"], capture_output=True, text=True, timeout=300, check=True

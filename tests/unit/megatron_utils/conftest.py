@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
-from slime.backends.megatron_utils.patches.install import install
+from slime.backends.megatron_utils.patches import install
 from tests.unit.megatron_utils.tiny_trainer import single_rank
 
 # The repairs must run before the first import of megatron.core. Here they run before pytest imports any test module, so

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 from slime.backends.megatron_utils import arguments
-from slime.backends.megatron_utils.arguments import other
-from slime.backends.megatron_utils.arguments.other import core_options, other_flags
+from slime.backends.megatron_utils.arguments import core_options, other_flags
 from slime.config.groups import add_group, flags_of, groups_in, ignored_flags, unsupported_flags
 from slime.config.parse import build_parser
 from slime.ray.arguments import GROUPS
@@ -183,14 +182,14 @@ def test_other_options_step_back_for_whoever_declares_them_first() -> None:
 
 
 def test_no_name_is_twice_in_the_table_of_launcher_options() -> None:
-    table = (Path(other.__file__).parent / "launcher_options.csv").read_text(encoding="utf-8").splitlines()
+    table = (Path(arguments.__file__).parent / "launcher_options.csv").read_text(encoding="utf-8").splitlines()
     assert len({row.partition(",")[0] for row in table}) == len(table)
 
 
 def test_every_option_that_changes_nothing_is_an_option() -> None:
     flags = list(flags_of([other_flags([]), arguments.RuntimeArgs]))
     known = {spelling for flag in flags for spelling in flag.spellings}
-    with (Path(other.__file__).parent / "launcher_options.csv").open(encoding="utf-8", newline="") as file:
+    with (Path(arguments.__file__).parent / "launcher_options.csv").open(encoding="utf-8", newline="") as file:
         assert {f"--{row['flag']}" for row in csv.DictReader(file) if row["no_effect"]} <= known
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.backends.megatron_utils.patches import cpu_import
+from slime.backends.megatron_utils import cpu_import
 
 
 def _rewritten(source: str) -> str:
@@ -50,7 +50,7 @@ def _python(code: str, **env: str) -> subprocess.CompletedProcess[str]:
 def test_installing_too_late_is_an_error() -> None:
     code = (
         "import sys, types; sys.modules['megatron.core'] = types.ModuleType('megatron.core'); "
-        "from slime.backends.megatron_utils.patches import cpu_import; cpu_import.install()"
+        "from slime.backends.megatron_utils import cpu_import; cpu_import.install()"
     )
     assert "megatron.core was imported before the CPU rewriting" in _python(code).stderr
 
@@ -60,7 +60,7 @@ def test_a_package_that_has_replaced_the_loader_of_source_files_does_not_prevent
     code = (
         "import sys\n"
         "from importlib.machinery import EXTENSION_SUFFIXES, SOURCE_SUFFIXES, ExtensionFileLoader, FileFinder\n"
-        "from slime.backends.megatron_utils.patches import cpu_import\n"
+        "from slime.backends.megatron_utils import cpu_import\n"
         "class Other(cpu_import.importlib.machinery.SourceFileLoader): pass\n"
         "loaders = (ExtensionFileLoader, EXTENSION_SUFFIXES), (Other, SOURCE_SUFFIXES)\n"
         "sys.path_hooks.insert(0, FileFinder.path_hook(*loaders))\n"
@@ -78,7 +78,7 @@ def test_an_import_without_a_writable_cache_and_without_heavy_packages_works(tmp
     blocked.write_text("")  # a file instead of a directory: fails for root as well
     code = (
         "import sys\n"
-        "from slime.backends.megatron_utils.patches.install import install\n"
+        "from slime.backends.megatron_utils.patches import install\n"
         "install(); install()\n"
         "from megatron.core.tensor_parallel import layers\n"
         "heavy = {'transformers', 'wandb', 'flashinfer', 'transformer_engine', 'sglang', 'ray'} & set(sys.modules)\n"

@@ -154,7 +154,7 @@ def test_a_resumed_critic_continues_bit_for_bit_with_its_head(tied: tuple[Path, 
 
 
 def test_the_critics_moments_are_zeroed_before_every_rollout_as_well(tied: tuple[Path, Any]) -> None:
-    from slime.backends.megatron_utils.optimizer.build import parts_of
+    from slime.backends.megatron_utils.optimizer import parts_of
 
     trainer = critic(tied[0], reset_optimizer_states=True)
     for rollout_id in range(3):

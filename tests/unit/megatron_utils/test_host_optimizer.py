@@ -68,7 +68,7 @@ def test_a_checkpoint_does_not_tell_where_the_states_were(
 
 
 def test_forgotten_moments_leave_the_main_weights_alone(hf: Path) -> None:
-    from slime.backends.megatron_utils.optimizer.build import reset_moments
+    from slime.backends.megatron_utils.optimizer import reset_moments
 
     trainer, _ = _train(hf, range(1), fp32=False, **OFFLOADED)
     (part,) = trainer._ready.optimizer.chained_optimizers
@@ -82,7 +82,7 @@ def test_forgotten_moments_leave_the_main_weights_alone(hf: Path) -> None:
 
 
 def test_the_share_on_the_host_is_the_one_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    from slime.backends.megatron_utils.optimizer import host_adam
+    from slime.backends.megatron_utils import host_adam
 
     monkeypatch.setattr(host_adam, "_HOST", torch.device("meta"))  # another device than that of the weights
     shards = [torch.zeros(10) for _ in range(4)]
@@ -113,7 +113,7 @@ class _Copies(TorchDispatchMode):
 
 def _stepped(**how: Any) -> tuple[list[torch.Tensor], Any, _Copies]:
     """Weights in bf16 after two steps, their optimizer, and the copies of the second step."""
-    from slime.backends.megatron_utils.optimizer.host_adam import HostAdam, HostUpdate
+    from slime.backends.megatron_utils.host_adam import HostAdam, HostUpdate
 
     generator = torch.Generator().manual_seed(0)
     shards = [torch.randn(size, generator=generator).bfloat16() for size in (70, 40, 33)]
@@ -180,7 +180,7 @@ def test_updates_use_the_threads_of_the_rank_and_give_them_back() -> None:
     ],
 )
 def test_ranks_of_a_node_share_its_cpus(num_near: int, num_far: int, num_cpus: int, quota: int, expected: int) -> None:
-    from slime.backends.megatron_utils.optimizer.host_adam import Cores, threads_of
+    from slime.backends.megatron_utils.host_adam import Cores, threads_of
 
     near = Cores("a", tuple(range(num_cpus)), quota)
     far = Cores("a", tuple(range(num_cpus, 2 * num_cpus)), quota)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from slime.backends.megatron_utils.patches.install import install
+from slime.backends.megatron_utils.patches import install
 from tests.unit.megatron_utils.operators import Operators
 from tests.unit.megatron_utils.tiny_trainer import single_rank
 

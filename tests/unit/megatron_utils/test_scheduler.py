@@ -17,7 +17,7 @@ _BATCH = 8
 
 def _run(num_steps: int, **flags: Any) -> list[tuple[float, float]]:
     """(learning rate, weight decay) of every step of a run of ``num_steps``, and after the last."""
-    from slime.backends.megatron_utils.optimizer.build import build_scheduler
+    from slime.backends.megatron_utils.optimizer import build_scheduler
 
     weight = torch.nn.Parameter(torch.zeros(2, 2))
     group = {"params": [weight], "wd_mult": 1.0, "lr_mult": 1.0}
@@ -85,7 +85,7 @@ def test_a_warm_up_as_long_as_the_run_is_an_error() -> None:
 def test_a_checkpoint_tells_how_far_the_run_is_and_its_schedule_only_on_request(
     uses_checkpoint: bool, expected: float
 ) -> None:
-    from slime.backends.megatron_utils.optimizer.build import build_scheduler
+    from slime.backends.megatron_utils.optimizer import build_scheduler
 
     def build(lr: float) -> tuple[Any, torch.optim.SGD]:
         group = {"params": [torch.nn.Parameter(torch.zeros(1))], "wd_mult": 1.0, "lr_mult": 1.0}

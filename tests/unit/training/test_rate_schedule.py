@@ -28,7 +28,7 @@ from slime.backends.training.optimizer import RateSchedule, ScheduledRates
     ids=lambda settings: "-".join(map(str, settings.values())),
 )
 def test_every_style_gives_the_rates_of_megatron_s_scheduler(settings: dict[str, Any]) -> None:
-    from slime.backends.megatron_utils.patches.install import install
+    from slime.backends.megatron_utils.patches import install
 
     install()
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler

@@ -28,10 +28,15 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from slime.backends.megatron_utils.checkpoint.tensors import chunks_of
-from slime.backends.megatron_utils.layer_specs import block_spec, mtp_spec, user_block
+from slime.backends.megatron_utils.layer_specs import (
+    block_spec,
+    mtp_spec,
+    prepare_te_layers,
+    user_block,
+    with_te_layers,
+)
 from slime.backends.megatron_utils.model.experts import sort_tokens
 from slime.backends.megatron_utils.model.gpt import PackedGPTModel
-from slime.backends.megatron_utils.model.te_layers import prepare_te_layers, with_te_layers
 from slime.backends.megatron_utils.precision import check_recipe
 from slime.backends.megatron_utils.vision_model import VisionGPTModel
 from slime.backends.training.arguments import OptimizerArgs, ParallelArgs, PrecisionArgs

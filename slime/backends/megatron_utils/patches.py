@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from slime.backends.megatron_utils.patches import cpu_import
+from slime.backends.megatron_utils import cpu_import
 from slime.utils import accelerator
 
 
@@ -159,7 +159,7 @@ def repair_mixed_precision_optimizers() -> None:
 
 
 def repair_distributed_optimizer_checkpoints() -> None:
-    """``DistributedOptimizer`` cannot save and load torch's Adam, which ``optimizer.build`` always chooses.
+    """``DistributedOptimizer`` cannot save and load torch's Adam, which ``optimizer`` always chooses.
 
     Three faults, all around Adam's per-parameter ``step`` tensor, which TE's and Apex' Adam do not have:
 

@@ -1,17 +1,31 @@
 """The Megatron flags, in Megatron's spellings, as argument groups.
 
 Megatron-LM is not installed, only megatron-core. Flags that this trainer reads are declared here and in
-``slime.backends.training.arguments``. Every other option of Megatron is known by name (``other``), so that its values
-are consumed and using it is an error instead of a typo. Imports neither torch nor megatron.
+``slime.backends.training.arguments``. Every other option of Megatron is known by name, so that its values are consumed
+and using it is an error instead of a typo. Two tables have them: the fields of megatron-core's dataclasses
+(``core_options.json``, written by ``tools/make_megatron_options.py`` and kept current by a test), and
+``launcher_options.csv``:
+
+    flag       its spelling without dashes
+    name       attribute of args, if it does not follow from the flag
+    kind       int, float, str, ints, strs, switch, off; "core": the option itself is in core_options.json
+    no_effect  reason why it is accepted without effect; empty: using it is an error
+    help       text for --help; options without one are hidden
+
+Imports neither torch nor megatron.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+import argparse
+import csv
+import functools
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, make_dataclass
+from pathlib import Path
+from typing import Any, Literal
 
-from slime.backends.megatron_utils.arguments.other import other_flags as other_flags
-from slime.backends.megatron_utils.arguments.other import runtime_flags
 from slime.backends.training.arguments import (
     CheckpointArgs,
     LoraArgs,
@@ -21,8 +35,20 @@ from slime.backends.training.arguments import (
     PrecisionArgs,
     TrainerArgs,
 )
+from slime.config.groups import flags_of
 from slime.utils.misc import flag
 
+_NOT_READ = "this trainer does not have that part of Megatron"
+_TYPES: dict[str, Any] = {
+    "int": int | None,
+    "float": float | None,
+    "str": str | None,
+    "ints": list[int] | None,
+    "strs": list[str] | None,
+    "switch": bool,
+    "off": bool,
+}
+_FOLDER = Path(__file__).resolve().parent
 _NO_FUSION = "fused kernels are not used"
 _GROUPED = "the experts of a rank are always grouped matrix products"
 _SORTED = "tokens are sorted by expert and gathered; the flex dispatcher always has the kernel"
@@ -226,7 +252,77 @@ class MuonArgs:
     )
 
 
-RuntimeArgs = runtime_flags()
+def core_options() -> Iterator[dict[str, Any]]:
+    """The options that megatron-core's dataclasses imply: ``flags``, ``dest``, ``kind``, ``default``."""
+    yield from json.loads((_FOLDER / "core_options.json").read_text(encoding="utf-8"))["options"]
+
+
+@functools.cache
+def _rows() -> dict[str, dict[str, str]]:
+    with (_FOLDER / "launcher_options.csv").open(encoding="utf-8", newline="") as file:
+        return {f"--{row['flag']}": row for row in csv.DictReader(file)}
+
+
+def launcher_options(*, documented: bool = False) -> Iterator[dict[str, Any]]:
+    """The options of Megatron-LM's own parser, in the form of :func:`core_options`; most defaults are "not given"."""
+    for spelling, row in _rows().items():
+        if row["kind"] != "core" and bool(row["help"]) == documented:
+            default: Any = {"switch": False, "off": True}.get(row["kind"])  # None: not given
+            if row["default"]:
+                default = {"int": int, "float": float, "str": str}[row["kind"]](row["default"])
+            yield {
+                "flags": [spelling],
+                "dest": row["name"] or row["flag"].replace("-", "_"),
+                "kind": row["kind"],
+                "default": default,
+            }
+
+
+def _runtime_flags() -> type:
+    """The group of documented options that have no effect."""
+    fields = [
+        (option["dest"], _type(option), _field(option, option["flags"])) for option in launcher_options(documented=True)
+    ]
+    namespace = {"__doc__": "Megatron's runtime, accepted for scripts."}
+    return make_dataclass("RuntimeArgs", fields, frozen=True, namespace=namespace)
+
+
+def other_flags(groups: Iterable[type]) -> type:
+    """The group of every other option of Megatron that none of ``groups`` declares. Hidden in ``--help``.
+
+    Using one is "not supported yet", unless it could not change a number; its default changes nothing and is allowed.
+    """
+    dests: set[str] = set()
+    spellings: set[str] = set()
+    for declared in flags_of(list(groups)):
+        dests.add(declared.name)
+        spellings.update(declared.spellings)
+        spellings.add("--no-" + declared.spellings[0].removeprefix("--"))
+    fields = []
+    for option in (*core_options(), *launcher_options()):
+        free = [spelling for spelling in option["flags"] if spelling not in spellings]
+        if not free or option["dest"] in dests:
+            continue
+        dests.add(option["dest"])
+        spellings.update(free)
+        fields.append((option["dest"], _type(option), _field(option, free)))
+    return make_dataclass("OtherMegatronArgs", fields, repr=False, eq=False, namespace={"__doc__": "Megatron, other."})
+
+
+def _type(option: dict[str, Any]) -> Any:
+    return _TYPES[option["kind"]]
+
+
+def _field(option: dict[str, Any], spellings: list[str]) -> Any:
+    row = _rows().get(spellings[0], {})
+    metadata = {"help": row.get("help") or argparse.SUPPRESS, "off": spellings[0], "flags": tuple(spellings[1:])}
+    reason = row.get("no_effect")
+    return field(
+        default=option["default"], metadata=metadata | ({"no_effect": reason} if reason else {"later": _NOT_READ})
+    )
+
+
+RuntimeArgs = _runtime_flags()
 
 GROUPS = (
     CheckpointArgs,

@@ -11,8 +11,8 @@ from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, distrib_o
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from slime.backends.megatron_utils.arguments import MuonArgs
-from slime.backends.megatron_utils.optimizer.host_adam import HostUpdate, keep_states_on_host, update_threads
-from slime.backends.megatron_utils.optimizer.muon import build_muon
+from slime.backends.megatron_utils.host_adam import HostUpdate, keep_states_on_host, update_threads
+from slime.backends.megatron_utils.muon import build_muon
 from slime.backends.training.arguments import OptimizerArgs, PrecisionArgs
 from slime.backends.training.optimizer import RateSchedule, StatelessAdam, dtype_of, fuse_adamw
 

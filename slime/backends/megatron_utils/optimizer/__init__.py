@@ -1,1 +1,0 @@
-"""Megatron's optimizer, Muon, and AdamW with its states in host memory."""

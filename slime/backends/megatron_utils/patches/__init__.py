@@ -1,1 +1,0 @@
-"""Changes to megatron-core, applied by an explicit call and never at import."""
