@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from slime.testing.run import check_command
+from slime.testing import check_command
 from slime.utils.errors import ConfigError
 
 _MARKS = {"ok": "ok  ", "signature": "-   ", "bad": "BAD "}

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+import slime.testing
 from slime.testing import check_command, check_plugin
-from slime.testing import run as testing_run
 from slime.testing.__main__ import main
 from slime.utils.errors import ConfigError
 
@@ -72,7 +72,7 @@ def more(tiny_task) -> list[str]:
 
 
 def test_a_function_that_never_returns_is_named_and_does_not_stop_the_check(monkeypatch):
-    monkeypatch.setattr(testing_run, "_PATIENCE_S", 0.3)
+    monkeypatch.setattr(slime.testing, "_PATIENCE_S", 0.3)
     (problem,) = check_plugin("--rollout-all-samples-process-path", f"{PLUGINS}:waits_for_ever")
     assert problem.endswith("plugins.py:waits_for_ever: it did not return within 0.3 s")
 
