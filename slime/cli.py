@@ -75,7 +75,7 @@ COMMANDS = (
     Command(
         "During and after a run",
         "replay",
-        "slime.replay.run:replay",
+        "slime.replay:replay",
         "generate, score and train again: on one recorded sample, or the whole run",
     ),
     Command(

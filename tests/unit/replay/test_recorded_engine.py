@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from slime.data.sample import Sample
-from slime.replay.run import Recording
+from slime.replay import Recording
 from slime.testing.fakes import serving
 
 

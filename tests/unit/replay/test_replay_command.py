@@ -8,7 +8,7 @@ import pytest
 
 from slime.data.sample import Sample
 from slime.observability.run_info import RunInfo
-from slime.replay.run import _compare, replay_args
+from slime.replay import _compare, replay_args
 from tests.unit.config.tiny_command import make_command
 
 
