@@ -28,7 +28,7 @@ from slime.rollout.base_types import complete_args
 from slime.rollout.collect import mask_older_tokens
 from slime.rollout.engine_request import cut_stop_token
 from slime.rollout.failures import Attempts, is_given_up, traced_copy
-from slime.rollout.rm_hub.scoring import score
+from slime.rollout.rm_hub import score
 from slime.utils.async_utils import call_user, is_async
 from slime.utils.errors import DataError
 

@@ -26,7 +26,7 @@ from slime.rollout.base_types import RolloutFnTrainOutput, complete_args
 from slime.rollout.collect import BatchHooks, gather, log_sample
 from slime.rollout.custom_generate import FINISHED, evaluates, until_finished
 from slime.rollout.failures import give_up, is_given_up
-from slime.rollout.rm_hub.scoring import score, score_group
+from slime.rollout.rm_hub import score, score_group
 from slime.rollout.sglang_rollout import GenerateState, generate, generate_and_rm, generate_and_rm_group, seeded
 from slime.utils.async_utils import call_in_thread, run
 from slime.utils.errors import ConfigError, DataError

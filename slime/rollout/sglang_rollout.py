@@ -58,7 +58,7 @@ from slime.rollout.eval_config import EvalDatasetConfig
 from slime.rollout.evaluate import EVAL_PROMPT_DATASET, evaluate
 from slime.rollout.failures import Attempts, is_given_up
 from slime.rollout.prompt_history import DraftHistory, LongTail
-from slime.rollout.rm_hub.scoring import score, score_group
+from slime.rollout.rm_hub import score, score_group
 from slime.utils.async_utils import Slots, call_in_thread, run
 from slime.utils.errors import DataError
 from slime.utils.http_utils import get_rollout_num_engines, init_http_client, post

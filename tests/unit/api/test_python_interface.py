@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parents[3]
         ({"train_env_vars": {"A": "1"}}, ['--train-env-vars={"A": "1"}']),
         ({"sglang_context_length": 256}, ["--sglang-context-length=256"]),
         ({"sglang_enable_metrics": True}, ["--sglang-enable-metrics"]),
-        ({"custom_rm_path": async_rm}, ["--custom-rm-path=slime.rollout.rm_hub.scoring:async_rm"]),
+        ({"custom_rm_path": async_rm}, ["--custom-rm-path=slime.rollout.rm_hub:async_rm"]),
     ],
 )
 def test_keyword_arguments_are_flags(flags: dict[str, Any], words: list[str]) -> None:

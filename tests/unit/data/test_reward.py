@@ -17,7 +17,7 @@ from slime.data.sample import Sample
 from slime.data.values import reward_number
 from slime.rollout.base_types import complete_args
 from slime.rollout.failures import is_given_up
-from slime.rollout.rm_hub.scoring import score
+from slime.rollout.rm_hub import score
 from slime.utils.errors import DataError
 
 HUGE = 10**5000

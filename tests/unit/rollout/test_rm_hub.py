@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from slime.data.sample import Sample
-from slime.rollout.rm_hub import async_rm, batched_async_rm, known_rm_types, rules
+from slime.rollout.rm_hub import async_rm, batched_async_rm, known_rm_types, rules, score_group
 from slime.rollout.rm_hub.math_utils import (
     _strip_string,
     extract_answer,
@@ -22,7 +22,6 @@ from slime.rollout.rm_hub.math_utils import (
     remove_boxed,
 )
 from slime.rollout.rm_hub.rules import f1_score, grade_math_verify, normalize_answer
-from slime.rollout.rm_hub.scoring import score_group
 from slime.utils.errors import DataError, ScoringError
 from tests.limits import unloaded_time
 
@@ -362,7 +361,7 @@ def test_a_remote_service_has_two_minutes_or_rm_timeout_if_that_is_longer(monkey
         given.append(kwargs["timeout_s"])
         return 1.0
 
-    monkeypatch.setattr("slime.rollout.rm_hub.scoring.post", post)
+    monkeypatch.setattr("slime.rollout.rm_hub.post", post)
     for seconds in (5.0, 300.0):
         score(rm_args(rm_type="remote_rm", rm_url="http://x", rm_timeout=seconds), Sample())
     assert given == [120.0, 300.0]
