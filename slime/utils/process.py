@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -31,6 +32,8 @@ SHORTEST_BASE = Path("/tmp")
 _LONGEST_BASE = 36  # characters: Ray puts sockets into the folder, and the path of a socket has at most 107
 _KILL_TIMEOUT_S = 5.0
 _TAIL_BYTES = 64 * 1024
+_NOISE = re.compile(r"nanobind: | - leaked | - \.\.\. skipped|See https://nanobind")
+"""Lines that Triton leaves after the traceback of each interpreter that imported it."""
 _SHARED_MEMORY = Path("/dev/shm")
 _CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 # Name prefixes of SGLang's tables and queues, and of the semaphores and blocks of multiprocessing. Files that other
@@ -257,7 +260,8 @@ def log_tail(path: Path, lines: int = 30) -> str:
         return f"    (no log: {error})"
     if not text:
         return f"    ({path} is empty)"
-    return "\n".join("    " + line for line in text.splitlines()[-lines:])
+    kept = [line for line in text.splitlines() if not _NOISE.match(line)]
+    return "\n".join("    " + line for line in kept[-lines:])
 
 
 def num_cpus() -> int:

@@ -216,6 +216,14 @@ def test_the_log_tail_shows_the_last_lines(tmp_path: Path):
     assert "no log" in log_tail(tmp_path / "missing")
 
 
+def test_the_log_tail_shows_the_error_and_not_the_leaks_that_nanobind_reports_after_it(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    noise = ["nanobind: leaked 64 types!", *[' - leaked type "triton._C.libtriton.ir.location"'] * 40]
+    end = [" - ... skipped remainder", "nanobind: this is likely", "See https://nanobind.readthedocs.io/"]
+    log.write_text("\n".join(["Traceback:", "ValueError: the cause", *noise, *end]))
+    assert log_tail(log) == "    Traceback:\n    ValueError: the cause"
+
+
 def test_a_port_in_use_is_not_free():
     import socket
 
