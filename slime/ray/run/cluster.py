@@ -154,10 +154,11 @@ def _start_embedded(slots: int, directory: Path) -> None:
         reap(with_their_children(set(mine.children()) - before), grace_s=0.0)
         reason = f"Ray did not start: {str(errors[0]).partition('. ')[0] or type(errors[0]).__name__}"
         if is_last:
-            raise StartFailed(
-                f"{reason}. It was started twice. A machine without free processors or memory is the usual cause: "
-                "end other programs and start again."
-            ) from errors[0]
+            error, home = errors[0], os.path.expanduser("~")
+            hint = "A machine without free processors or memory is the usual cause: end other programs and start again."
+            if isinstance(error, OSError) and Path(error.filename or "/").is_relative_to(home):
+                hint = f"Ray keeps a token in ~/.ray: set HOME ({home}) to a folder that can be written."
+            raise StartFailed(f"{reason}. It was started twice. {hint}") from error
         logger.warning("%s. It is started once more.", reason)
 
 

@@ -62,6 +62,18 @@ def test_a_second_attempt_that_succeeds_is_enough(monkeypatch: pytest.MonkeyPatc
     assert results == []
 
 
+@pytest.mark.parametrize("name", ["", ".ray"])
+def test_a_home_that_cannot_be_written_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def attempt(slots: int, directory: Path) -> None:
+        raise FileNotFoundError(2, "No such file or directory", str(Path("/proc/absent", name)))  # as Ray does
+
+    monkeypatch.setenv("HOME", "/proc/absent")
+    monkeypatch.setattr(cluster, "_init_embedded", attempt)
+    monkeypatch.setattr(cluster.ray, "shutdown", lambda: None)
+    with pytest.raises(StartFailed, match=r"set HOME \(/proc/absent\) to a folder that can be written"):
+        cluster._start_embedded(2, Path("unused"))
+
+
 @pytest.mark.parametrize(("engines_port", "slots"), [(None, 2), (0, 10)])
 def test_ray_keeps_no_record_of_calls_and_has_room_for_engines_that_join(
     engines_port: int | None, slots: int, monkeypatch: pytest.MonkeyPatch
