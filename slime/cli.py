@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import io
 import json
 import os
 import select
@@ -110,7 +111,13 @@ class TrainCommand:
 
 @contextmanager
 def quiet_if_unread() -> Iterator[None]:
-    """End with status 1, as Python and rich do, if the reader of standard output has ended."""
+    """End with status 1, as Python and rich do, if the reader of standard output has ended.
+
+    Characters that an output cannot encode, as in a C locale, are escaped: they end no run.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         try:
             yield

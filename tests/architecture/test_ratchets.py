@@ -16,7 +16,7 @@ from tests.architecture.sources import ROOT, Module, modules
 # Name of a measure -> today's number. Measures in LEAST must not fall below it, all others must not exceed it.
 LIMITS: dict[str, float] = {
     "files": 345,
-    "lines": 76858,
+    "lines": 76870,
     "small files, %": 15.36,
     "functions that take args, %": 2.99,
     "writes to args": 0,

@@ -76,6 +76,13 @@ def test_a_command_whose_output_is_not_read_ends_quietly(words: list[str]) -> No
     assert (done.returncode, done.stderr) == (1, "")
 
 
+def test_an_output_that_cannot_encode_a_character_shows_its_code() -> None:
+    env = os.environ | {"PYTHONIOENCODING": "ascii"}
+    program = "from slime.cli import quiet_if_unread\nwith quiet_if_unread(): print('train \u00b7 run')"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "train \\xb7 run\n", "")
+
+
 def test_an_error_of_another_pipe_is_not_hidden() -> None:
     with pytest.raises(BrokenPipeError, match="of a tool"), quiet_if_unread():
         raise BrokenPipeError("of a tool")
