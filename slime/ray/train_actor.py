@@ -235,7 +235,7 @@ def trainer_class(backend: str, role: Literal["actor", "critic", "scorer"]) -> C
     match backend, role:
         case "megatron", "critic":
             # Local imports: the backends are heavy, and Megatron may not be installed.
-            from slime.backends.megatron_utils.critic import MegatronCritic
+            from slime.backends.megatron_utils.actor import MegatronCritic
 
             return MegatronCritic
         case "megatron", "scorer":

@@ -215,7 +215,7 @@ def train_critic(
     rank: int, world_size: int, hf: str, batch: dict[str, Any], num_steps: int, args: dict[str, Any], size: int = 3
 ) -> dict[str, Any]:
     """Train a critic on the same rollout twice. The second values show the effect of the first update."""
-    from slime.backends.megatron_utils.critic import MegatronCritic
+    from slime.backends.megatron_utils.actor import MegatronCritic
 
     torch.use_deterministic_algorithms(True)
     critic = MegatronCritic(make_args(hf, **args), rank=rank, world_size=world_size)

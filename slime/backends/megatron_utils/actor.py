@@ -1,6 +1,8 @@
-"""One rank of the Megatron backend: the ``Trainer`` protocol on stock megatron-core.
+"""One rank of the Megatron backend: the ``Trainer`` protocol on stock megatron-core, for the policy and its critic.
 
-    setup()   groups -> model, optimizer -> checkpoint (torch_dist or HF) -> reference weights in host memory
+    setup()          groups -> model, optimizer -> checkpoint (torch_dist or HF) -> reference weights in host memory
+    train()          log-probs of reference and old policy -> credit -> optimizer steps
+    train_values()   of the critic: values before the update -> returns -> optimizer steps on the value loss
 
 ``training.trainer`` holds the steps that all backends share. ``slime.ray.train_actor`` calls every method on all ranks
 at once. Importing this module repairs and imports megatron-core: import it in trainer processes only.
@@ -8,6 +10,7 @@ at once. Importing this module repairs and imports megatron-core: import it in t
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from argparse import Namespace
@@ -24,22 +27,23 @@ from slime.backends.megatron_utils.patches import install
 install()
 # ruff: noqa: E402
 
+from slime.algorithms.arguments import DistillationArgs
 from slime.backends.megatron_utils.model.routing_replay import RoutingReplay, engine_choices
 from slime.backends.megatron_utils.model_rules import sees_media
-from slime.backends.megatron_utils.optimizer import reset_moments
 from slime.backends.megatron_utils.process_groups import init_distributed, rank_place
 from slime.backends.megatron_utils.setup import build_train_state
 from slime.backends.megatron_utils.step import TrainerHooks, from_last_stage, outputs_of_last_stage, train_step
 from slime.backends.megatron_utils.weights import MegatronWeights, device_memory, num_missing_moments
-from slime.backends.protocols import TrainReport
+from slime.backends.protocols import TRAINER_PARTS, TrainReport
 from slime.backends.training.arguments import ParallelArgs, TrainerArgs
+from slime.backends.training.credit import CustomFunctions, add_credit
 from slime.backends.training.data import RankPlace, TrainBatch
-from slime.backends.training.loss import LossContext
+from slime.backends.training.loss import LossContext, response_values
 from slime.backends.training.media import MediaTokens
-from slime.backends.training.steps import ReadOutput, StepResult
+from slime.backends.training.steps import ReadOutput, StepResult, rollout_report
 from slime.config.arguments import ClusterArgs
-from slime.config.groups import from_args
 from slime.models.hf_shape import read_shape
+from slime.observability.profile_utils import timed
 from slime.utils import accelerator
 from slime.utils.errors import ConfigError
 
@@ -66,8 +70,8 @@ class MegatronTrainer(MegatronWeights):
         """Build the model and load the checkpoint. Return the rollout id to start with."""
         started = time.monotonic()
         init_distributed(
-            from_args(ParallelArgs, self._args),
-            from_args(TrainerArgs, self._args),
+            self._run[ParallelArgs],
+            self._run[TrainerArgs],
             num_optimizer_instances=self._args.num_distributed_optimizer_instances,
         )
         if not self.is_critic:
@@ -75,7 +79,7 @@ class MegatronTrainer(MegatronWeights):
         self._hooks.after_init()
         self._state = build_train_state(self._run, self._shape, is_critic=self.is_critic, lora=self._lora)
         self._memory = device_memory(self._state.chunks, self._state.optimizer)
-        cluster = from_args(ClusterArgs, self._args)
+        cluster = self._run[ClusterArgs]
         if cluster.offload_train:
             self._memory.pin_ahead(num_missing_moments(self._state.optimizer))
         if cluster.offload_communicators:
@@ -108,9 +112,6 @@ class MegatronTrainer(MegatronWeights):
         shares, device = self._shares_prefixes, accelerator.current().device()
         return TrainBatch(dict(batch), device, self._ready.sharding, tokens, shares_prefixes=shares)
 
-    def _reset_moments(self) -> None:
-        reset_moments(self._ready.optimizer)
-
     def _expert_choices(self, batch: TrainBatch, *, is_step: bool) -> AbstractContextManager[None]:
         """Fix the experts for a pass: as the engine chose, or in training as the pass for the old policy chose."""
         if self._replay is None:
@@ -135,3 +136,55 @@ class MegatronTrainer(MegatronWeights):
 
     def _whole_batch(self, results: dict[int, torch.Tensor], lengths: Sequence[int]) -> list[torch.Tensor]:
         return from_last_stage(results, lengths)
+
+
+class MegatronCritic(MegatronTrainer):
+    """The critic of PPO: the policy's architecture with a value head, trained towards the returns.
+
+    Like the rewards of the policy, the returns have the penalty of ``--kl-coef``. The policy computes the KL divergence
+    first. The values are the baseline of the policy's advantages: ``slime.ray`` hands them on. Rank i of the critic has
+    the samples of rank i of the policy, hence both have the same parallel layout. A critic has no reference, no teacher
+    and exports no weights.
+    """
+
+    is_critic = True
+
+    def __init__(self, args: Namespace, *, rank: int, world_size: int, with_ref: bool = False) -> None:
+        super().__init__(args, rank=rank, world_size=world_size, with_ref=False)
+        # The penalty of a batch comes with it (reward_kl of the policy).
+        self._algorithm = dataclasses.replace(self._algorithm, kl_coef=0.0, use_kl_loss=False)
+        self._distillation = DistillationArgs()
+        self._custom = CustomFunctions()
+
+    def train_values(self, rollout_id: int, batch: dict[str, Any]) -> tuple[TrainReport, list[torch.Tensor]]:
+        """Train on this rank's part of a rollout.
+
+        Args:
+            batch: may have ``kl``, fp32 ``[R_i]`` per sample, and its coefficient in the rewards, ``kl_coef``.
+
+        Returns:
+            The report, whose means over the rollout count if no policy is trained (--num-critic-only-steps). And the
+            values under the weights before the update: fp32 ``[R_i]`` per sample, on the cpu.
+        """
+        self._device.require(TRAINER_PARTS, "training")
+        if self._copies.reset_optimizer_states:
+            self._reset_moments()
+        seconds: dict[str, float] = {}
+        train_batch = self._train_batch(batch)
+        with self._bad_steps.dumping(rollout_id, batch):
+            with timed(seconds, "critic_values"):
+                # Before the update: the baseline must not know the step.
+                batch_of_pass = self._for_passes(train_batch)
+                values = self._outputs(batch_of_pass, lambda micro_batch, out: response_values(out, micro_batch))
+            columns = train_batch.columns
+            columns["values"] = values
+            settings = dataclasses.replace(self._algorithm, kl_coef=columns.get("kl_coef", 0.0))
+            add_credit(columns, settings, self._distillation, self._custom, self._place.dp_group)
+            with timed(seconds, "critic_train"):
+                steps = self._run_steps(rollout_id, train_batch)
+        steps = [{f"critic-{name}": value for name, value in step.items()} for step in steps]
+        report = rollout_report(columns, train_batch.num_rollouts_in_all, self._place.dp_group)
+        return TrainReport(steps if self._place.is_main else [], report, seconds), values
+
+    def train(self, rollout_id: int, batch: dict[str, Any]) -> TrainReport:
+        return self.train_values(rollout_id, batch)[0]

@@ -22,8 +22,9 @@ from slime.backends.megatron_utils.checkpoint.state import (
 )
 from slime.backends.megatron_utils.checkpoint.writer import CheckpointWriter
 from slime.backends.megatron_utils.host_adam import HostAdam
+from slime.backends.megatron_utils.model.gpt import VALUE_HEAD_PARAMETERS
 from slime.backends.megatron_utils.model.lora import adapters_of, fill_adapters
-from slime.backends.megatron_utils.optimizer import parts_of
+from slime.backends.megatron_utils.optimizer import parts_of, reset_moments
 from slime.backends.protocols import EVERY_RANK, TRAINER_PARTS, NamedTensor, Recipients, TrainerPart
 from slime.backends.training.checkpoint_source import Source
 from slime.backends.training.hf_files import save_hf_directory
@@ -41,10 +42,13 @@ class MegatronWeights(TrainerBase):
     _writer: CheckpointWriter | None = None
 
     def _fill(self, source: Source) -> None:
+        """Fill everything, but a critic's head keeps its fresh weights if ``source`` has none that fits."""
         if source.format == "hf":
-            load_weights(self._ready.model, self._shape, source.directory, source.flag)
+            model, has_lm_head = self._ready.model, not self.is_critic
+            load_weights(model, self._shape, source.directory, source.flag, has_lm_head=has_lm_head)
         else:
-            load_model_weights(self._ready.model, self._shape, source)
+            optional = VALUE_HEAD_PARAMETERS if self.is_critic else ()
+            load_model_weights(self._ready.model, self._shape, source, optional=optional)
 
     def _fill_adapters(self) -> None:
         assert self._lora is not None, "the caller has asked"
@@ -56,6 +60,9 @@ class MegatronWeights(TrainerBase):
     @property
     def _adapter(self) -> Mapping[str, Any] | None:
         return self._ready.adapter
+
+    def _reset_moments(self) -> None:
+        reset_moments(self._ready.optimizer)
 
     def _begin_with_filled(self) -> None:
         self._ready.optimizer.reload_model_params()  # else its old main weights would overwrite the loaded weights

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from slime.backends.megatron_utils.actor import MegatronTrainer
-from slime.backends.megatron_utils.critic import MegatronCritic
+from slime.backends.megatron_utils.actor import MegatronCritic, MegatronTrainer
 from tests.unit.megatron_utils.tiny_families import make_family_checkpoint
 from tests.unit.megatron_utils.tiny_trainer import (
     make_args,

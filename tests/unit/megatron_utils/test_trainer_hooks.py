@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from slime.backends.megatron_utils.actor import MegatronTrainer
-from slime.backends.megatron_utils.critic import MegatronCritic
+from slime.backends.megatron_utils.actor import MegatronCritic, MegatronTrainer
 from slime.backends.training.optimizer import StatelessAdam
 from tests.unit.megatron_utils import user_trainer_hooks
 from tests.unit.megatron_utils.tiny_trainer import make_args, make_batch, make_hf_model, schedule, single_rank

@@ -3,7 +3,7 @@
     load     every rank reads the tensors of its shards, one at a time
     export   bucket by bucket, see ``gather``
 
-``actor``, ``critic`` and the conversion tools call it on all ranks at once. A model larger than the host's memory never
+``actor`` and the conversion tools call it on all ranks at once. A model larger than the host's memory never
 has to exist twice. Layouts are handled here, architectures in ``slime.models``.
 """
 
