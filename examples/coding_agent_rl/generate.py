@@ -26,8 +26,7 @@ from examples.coding_agent_rl.mini_harness import MiniHarness
 from slime.agent.adapters import AnthropicAdapter, OpenAIAdapter
 from slime.agent.adapters.common import BaseAdapter
 from slime.agent.docker_sandbox import DockerSandbox
-from slime.agent.harness import ClaudeCodeHarness, CodexHarness
-from slime.agent.harness.common import BaseHarness
+from slime.agent.harness import BaseHarness, ClaudeCodeHarness, CodexHarness
 from slime.agent.sandbox import E2BSandbox, Sandbox
 from slime.agent.service import AgentService, Outcome
 from slime.data.sample import Sample

@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 from typing import ClassVar
 
-from slime.agent.harness.common import BaseHarness, HarnessContext
+from slime.agent.harness import BaseHarness, HarnessContext
 from slime.agent.sandbox import EXIT_TIME_BUDGET_EXCEEDED, Sandbox
 from slime.utils.errors import DeadlineExceeded
 

@@ -10,9 +10,9 @@ from typing import ClassVar
 
 import pytest
 
+import slime.agent.harness
 from slime.agent import sandbox
 from slime.agent.harness import ClaudeCodeHarness, CodexHarness, HarnessContext
-from slime.agent.harness import common as harness_common
 from slime.utils.errors import ConfigError
 
 CTX = HarnessContext("/repo", "sid", "http://a:1")
@@ -50,7 +50,7 @@ def no_pauses(monkeypatch):
     async def note(seconds):
         pauses.append(seconds)
 
-    monkeypatch.setattr(harness_common.asyncio, "sleep", note)
+    monkeypatch.setattr(slime.agent.harness.asyncio, "sleep", note)
     return pauses
 
 
@@ -131,7 +131,7 @@ def test_codex_is_configured_and_started_against_the_adapter(wire_api, monkeypat
 def test_an_agent_that_runs_out_of_time_is_reported_as_such(monkeypatch):
     monkeypatch.setattr(sandbox, "_POLL_S", 1)
     sb = Recorder({"test -f": [(1, "", "")]})
-    code = asyncio.run(harness_common.run_agent(sb, workdir="/repo", start_cmd="x", env={}, time_budget_sec=3))
+    code = asyncio.run(slime.agent.harness.run_agent(sb, workdir="/repo", start_cmd="x", env={}, time_budget_sec=3))
     assert code == sandbox.EXIT_TIME_BUDGET_EXCEEDED
 
 
@@ -139,7 +139,7 @@ def test_a_program_is_installed_from_files_of_this_machine(tmp_path, monkeypatch
     node, package = tmp_path / "node.tar.xz", tmp_path / "cli.tgz"
     node.write_bytes(lzma.compress(b"archive"))
     package.write_bytes(b"cli")
-    monkeypatch.setattr(harness_common.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(slime.agent.harness.tempfile, "gettempdir", lambda: str(tmp_path))
     monkeypatch.setenv("SLIME_AGENT_NODE_TARBALL", str(node))
     monkeypatch.setenv("SLIME_AGENT_CC_TARBALL", str(package))
     sb = Recorder({"npm install": [(1, "", "no network"), (0, "", "")]})
