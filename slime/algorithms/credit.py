@@ -11,10 +11,9 @@ import torch
 import torch.distributed as dist
 
 from slime.algorithms.arguments import AlgorithmArgs
-from slime.algorithms.estimators import find_estimator, formula
+from slime.algorithms.estimators import Credit, CreditData, Ragged, find_estimator, formula
 from slime.algorithms.policy_loss import approx_kl
 from slime.algorithms.ppo import chunked_discounted_returns
-from slime.algorithms.types import Credit, CreditData, Ragged
 
 
 def reward_kl(data: CreditData, settings: AlgorithmArgs) -> list[torch.Tensor]:

@@ -1,16 +1,22 @@
 """The advantage estimators: one record each, and the only place in slime with their names.
 
 Flag choices, checks, the plan, reward normalization, credit and the policy loss read these records. The formulas are
-named by their path.
+named by their path. The formulas of credit take ``CreditData`` and return ``Credit``.
 """
 
 from __future__ import annotations
 
 import functools
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+if TYPE_CHECKING:
+    import torch  # not at run time: the command line reads this file
+
+Ragged: TypeAlias = "Sequence[torch.Tensor]"
+"""One tensor ``[R_i]`` per sample."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +85,40 @@ ESTIMATORS: dict[str, Estimator] = {
         Estimator("ppo", credit="slime.algorithms.ppo:credit", has_kl_in_rewards=True, needs_critic=True),
     )
 }
+
+
+@dataclass(frozen=True)
+class CreditData:
+    """The input of an estimator. Each ragged field has one fp32 ``[R_i]`` per sample, or is None.
+
+    Attributes:
+        rewards: per sample, after normalization by group if the estimator wants it.
+        response_lengths: ``R_i``.
+        loss_masks: per sample ``[R_i]``, 1 = trained.
+        log_probs: of the policy that is corrected by KL terms: the old policy, or the engine's.
+        ref_log_probs: of the reference model.
+        values: of the critic.
+    """
+
+    rewards: Sequence[float]
+    response_lengths: Sequence[int]
+    loss_masks: Ragged
+    log_probs: Ragged | None = None
+    ref_log_probs: Ragged | None = None
+    values: Ragged | None = None
+
+
+@dataclass(frozen=True)
+class Credit:
+    """The credit of every response token.
+
+    Attributes:
+        advantages: one fp32 tensor ``[R_i]`` per sample, positive if the token should become more likely.
+        returns: one fp32 tensor ``[R_i]`` per sample, the target of a value function.
+    """
+
+    advantages: list[torch.Tensor]
+    returns: list[torch.Tensor]
 
 
 def default_estimator() -> str:

@@ -22,8 +22,7 @@ import torch
 
 from slime.algorithms.arguments import AlgorithmArgs
 from slime.algorithms.estimators import find_estimator, formula
-from slime.algorithms.reduce import Reducer, Samples
-from slime.algorithms.types import LossOutput
+from slime.algorithms.reduce import LossOutput, Reducer, Samples
 
 _LOW_VAR_BOUND = 10.0
 

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 
 from slime.algorithms.arguments import AlgorithmArgs
-from slime.algorithms.reduce import Reducer, Samples
-from slime.algorithms.types import Credit, CreditData, LossOutput, Ragged
+from slime.algorithms.estimators import Credit, CreditData, Ragged
+from slime.algorithms.reduce import LossOutput, Reducer, Samples
 
 
 def token_log_ratio(log_probs: torch.Tensor, old_log_probs: torch.Tensor, samples: Samples) -> torch.Tensor:

@@ -8,13 +8,27 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import torch
 
 Reducer: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """Flat ``[N]`` values of the response tokens, in sample order -> scalar."""
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """The loss of one micro-batch.
+
+    Attributes:
+        loss: scalar with a graph, in reducer space: the sum that the reducer returns for this micro-batch, before
+            the division by the step's number of rollouts (or tokens).
+        metrics: detached scalars in the same space. The same names in the same order on every micro-batch and rank.
+    """
+
+    loss: torch.Tensor
+    metrics: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from tests.architecture.sources import ROOT, Module, modules
 
 # Name of a measure -> today's number. Measures in LEAST must not fall below it, all others must not exceed it.
 LIMITS: dict[str, float] = {
-    "files": 343,
-    "lines": 76845,
-    "small files, %": 14.87,
+    "files": 342,
+    "lines": 76836,
+    "small files, %": 14.62,
     "functions that take args, %": 2.99,
     "writes to args": 0,
     "getattr and hasattr per 1000 lines": 0.86,

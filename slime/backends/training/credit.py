@@ -21,9 +21,9 @@ import torch.distributed as dist
 
 from slime.algorithms import credit as formulas
 from slime.algorithms.arguments import AlgorithmArgs, DistillationArgs, needs_reference
+from slime.algorithms.estimators import Credit, CreditData, Ragged
 from slime.algorithms.policy_loss import Correct, Correction, MakeReducer
-from slime.algorithms.reduce import Reducer, Samples
-from slime.algorithms.types import Credit, CreditData, LossOutput, Ragged
+from slime.algorithms.reduce import LossOutput, Reducer, Samples
 from slime.backends.training.context_parallel import WHOLE, Sharding, seen_as
 from slime.config.groups import from_args, with_values
 from slime.hooks.load import can_be_called, load_optional

@@ -31,8 +31,7 @@ from slime.algorithms.arguments import AlgorithmArgs
 from slime.algorithms.logprobs import log_probs_and_entropy
 from slime.algorithms.policy_loss import PolicyTokens, policy_loss, sft_loss
 from slime.algorithms.ppo import value_loss
-from slime.algorithms.reduce import Samples, count_tokens
-from slime.algorithms.types import LossOutput
+from slime.algorithms.reduce import LossOutput, Samples, count_tokens
 from slime.backends.training.context_parallel import held_tokens
 from slime.backends.training.credit import CustomFunctions
 from slime.backends.training.data import MicroBatch, RankPlace, TrainBatch

@@ -13,9 +13,8 @@ import torch
 from slime.algorithms import credit as formulae
 from slime.algorithms.arguments import AlgorithmArgs
 from slime.algorithms.credit import masked_whiten
-from slime.algorithms.estimators import ESTIMATORS
+from slime.algorithms.estimators import ESTIMATORS, CreditData
 from slime.algorithms.ppo import chunked_discounted_returns, chunked_gae, vanilla_gae
-from slime.algorithms.types import CreditData
 from tests.unit.algorithms.two_ranks import run_ranks
 from tests.verification import verify
 

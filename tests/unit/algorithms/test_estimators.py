@@ -11,10 +11,18 @@ import torch
 
 from slime.algorithms.arguments import AlgorithmArgs, DistillationArgs
 from slime.algorithms.credit import group_relative
-from slime.algorithms.estimators import ESTIMATORS, Estimator, default_estimator, find_estimator, formula
+from slime.algorithms.estimators import (
+    ESTIMATORS,
+    Credit,
+    CreditData,
+    Estimator,
+    Ragged,
+    default_estimator,
+    find_estimator,
+    formula,
+)
 from slime.algorithms.policy_loss import PolicyTokens, policy_loss
 from slime.algorithms.reduce import Samples
-from slime.algorithms.types import Credit, CreditData, Ragged
 from slime.backends.training.credit import CustomFunctions, add_credit
 from slime.batch.compile import compile_train_data
 from slime.batch.rewards import RewardArgs

@@ -10,10 +10,10 @@ import torch
 
 from slime.algorithms.arguments import AlgorithmArgs
 from slime.algorithms.credit import group_relative
+from slime.algorithms.estimators import CreditData
 from slime.algorithms.policy_loss import approx_kl, importance_ratio, sft_loss
 from slime.algorithms.ppo import clipped_surrogate
 from slime.algorithms.reduce import count_tokens, make_reducer, segment_sum
-from slime.algorithms.types import CreditData
 
 LENGTHS = [3, 1, 4, 2]
 MASKS = [[1, 1, 0], [1], [0, 1, 1, 1], [0, 0]]  # the last sample is fully masked
