@@ -80,7 +80,9 @@ slime.utils.trace_utils
 slime.utils.tracking_utils
     slime.observability.logging_utils: configure_logger finish_tracking init_tracking log
 slime.utils.train_dump_utils
-    slime.observability.train_data_utils: save_debug_train_data
+    slime.data.dump_file: save_debug_train_data
+slime.observability.train_data_utils
+    slime.data.dump_file: save_debug_train_data
 slime.utils.train_metric_utils
     slime.observability.train_metric_utils: gather_and_reduce_log_dict reduce_train_step_metrics
     slime.observability.train_metric_utils: rollout_log_metric_contribution

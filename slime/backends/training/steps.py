@@ -22,9 +22,9 @@ from slime.backends.training.loss import LossContext, MicroBatchLoss, names_of_a
 from slime.batch.arguments import ReplayArgs
 from slime.config.groups import RunConfig
 from slime.data.columns import TOKEN_VALUES
+from slime.data.dump_file import save_debug_train_data
 from slime.observability.sample_record import record_training
 from slime.observability.tracking import run_directory
-from slime.observability.train_data_utils import save_debug_train_data
 from slime.utils import accelerator
 from slime.utils.errors import SlimeError, named, translated
 

@@ -16,9 +16,8 @@ from slime.batch.schedule import MicroBatchArgs, ParallelLayout
 from slime.batch.ship import split_by_dp, tensorize
 from slime.data import dump_file
 from slime.data.columns import COLUMNS, SAMPLING_SETS, TOKEN_VALUES, TRAINER_VALUES, USER_LOSS_VALUES, column
-from slime.data.dump_file import load_debug_rollout_data, save_debug_rollout_data
+from slime.data.dump_file import load_debug_rollout_data, save_debug_rollout_data, save_debug_train_data
 from slime.data.sample import Sample
-from slime.observability.train_data_utils import save_debug_train_data
 from slime.utils.errors import ConfigError, DataError
 
 
