@@ -85,7 +85,8 @@ def _address() -> str:
     directory = tempfile.TemporaryDirectory(prefix="py-", dir="/tmp")  # a short path, as sockets need
     address = f"{directory.name}/socket"
     command = [sys.executable, "-P", __file__, address]
-    server = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    env = os.environ | {"OMP_NUM_THREADS": "1"}  # numpy starts threads otherwise, and the server refuses to fork them
+    server = subprocess.Popen(command, cwd=ROOT, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert server.stdout is not None
     if server.stdout.readline() != b"ready\n":
         raise RuntimeError(f"the server that forks programs did not start: {' '.join(command)}")
