@@ -165,19 +165,18 @@ def _num_stages(sizes: ParallelArgs, num_ranks: int, config: dict[str, Any]) -> 
 
 
 def _has_tower(flag: str, path: str) -> bool:
-    import torch
-
+    install()
+    from slime.backends.megatron_utils.checkpoint.shard_files import load_common
     from slime.backends.training.damage import DAMAGE, unreadable
 
     source = inspect_checkpoint(flag, path)
-    common = None if source is None else Path(source.directory) / "common.pt"
-    if common is None or not common.is_file():
+    if source is None:
         return False  # load_torch_dist reports it
     try:
-        # Unpickles objects: the file must be trusted.
-        content = torch.load(common, map_location="cpu", weights_only=False)
+        content = load_common(source.directory)
+    except FileNotFoundError:
+        return False  # as above
     except DAMAGE as error:
-        assert source is not None, "it has a common.pt"
         raise unreadable(source, error) from None
     return bool(content.get("model_shape", {}).get("vision"))
 

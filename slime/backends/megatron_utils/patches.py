@@ -45,6 +45,7 @@ def install() -> None:
     repair_optimizer_slices()
     repair_mixed_precision_optimizers()
     repair_distributed_optimizer_checkpoints()
+    repair_readers_that_run_code()
 
 
 def _import_megatron() -> None:
@@ -110,6 +111,22 @@ def repair_optimizer_slices() -> None:
     from slime.backends.megatron_utils.checkpoint.shard_files import sliced_states
 
     DistributedOptimizer.sharded_param_state_fs_model_space = sliced_states
+
+
+def repair_readers_that_run_code() -> None:
+    """A checkpoint runs code in the process that loads it, and one with the flags of another program does not load.
+
+    Why: ``FileSystemReader`` of torch unpickles ``.metadata`` without a check. ``common.pt`` is checked, and its flags
+    may have classes of the program that wrote it.
+    Upstream: core_v0.16.1. Delete when both are read as plain values.
+    """
+    from megatron.core.dist_checkpointing.strategies import common
+    from megatron.core.dist_checkpointing.strategies import torch as sharded
+
+    from slime.backends.megatron_utils.checkpoint.shard_files import PlainReader, load_common
+
+    sharded.FileSystemReader = PlainReader
+    common.TorchCommonLoadStrategy.load_common = lambda _, directory: load_common(directory)
 
 
 def repair_mixed_precision_optimizers() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import pickle
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -38,7 +39,16 @@ _NAMED = 4
 DAMAGE = (OSError, KeyError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError)
 """Raised by torch when it reads a damaged file."""
 # torch has no error class for damage, so its messages are searched for these words
-_SIGNS_OF_DAMAGE = ("weights_only", "Unpickl", "EOFError", "zip archive", "zip file", "pickle", "metadata read failed")
+_SIGNS_OF_DAMAGE = (
+    "weights_only",
+    "Unpickl",
+    "EOFError",
+    "zip archive",
+    "zip file",
+    "pickle",
+    "metadata read failed",
+    "Expected input to be a checkpoint",
+)
 
 
 def verify_source(source: Source) -> None:
@@ -119,6 +129,8 @@ def causes_of(error: CheckpointException) -> str:
 
 def _text(error: BaseException) -> str:
     """The error in words for the user."""
+    if refused := re.search(r"GLOBAL (\S+) (was not allowed|whose module)", str(error)):
+        return f"a file of it (.metadata, common.pt or a shard) names {refused[1]}, which would run when it is read"
     if _is_of_unpickling(error):
         # torch's message advises to unpickle without its safeguard, which never helps with a damaged file
         return "a file of it is damaged (.metadata, common.pt or a shard): its content is not what was saved"

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
+import enum
+import io
 import json
+import os
+import pickle
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -132,3 +138,64 @@ def test_an_error_of_the_machine_is_not_blamed_on_the_checkpoint(
     monkeypatch.setattr("megatron.core.dist_checkpointing.load", fail)
     with pytest.raises(type(error)):
         _start(saved[0], load=str(run))
+
+
+class _Options:
+    """A class of another program, in the flags that its checkpoints hold."""
+
+    class Mode(enum.Enum):
+        ON = 1
+
+    def __init__(self) -> None:
+        self.mode = self.Mode.ON
+
+
+def _without_manifest(run: Path) -> Path:
+    directory = run / "iter_0000001"
+    (directory / "manifest.json").unlink()
+    return directory
+
+
+def test_a_checkpoint_with_flags_of_another_program_loads_without_them(
+    saved: tuple[Path, Path], run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    common = _without_manifest(run) / "common.pt"
+    flags = argparse.Namespace(evaluations=[_Options()], mode=_Options.Mode.ON, dtype=torch.bfloat16)
+    torch.save(torch.load(common, weights_only=False) | {"args": flags}, common)
+    monkeypatch.delattr(sys.modules[__name__], "_Options")
+    assert _start(saved[0], load=str(run)) == 2
+    assert f"{common} has objects of {__name__}._Options, which are left empty" in caplog.text
+    assert torch.serialization.get_unsafe_globals_in_checkpoint(common), "the exception is of this file alone"
+
+
+class _Call:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("name", ["common.pt", ".metadata"])
+def test_a_checkpoint_cannot_run_code(saved: tuple[Path, Path], run: Path, tmp_path: Path, name: str) -> None:
+    file, trace = _without_manifest(run) / name, tmp_path / "ran"
+    if name == "common.pt":
+        torch.save(torch.load(file, weights_only=False) | {"args": _Call(trace)}, file)
+    else:
+        metadata = pickle.loads(file.read_bytes())
+        metadata.planner_data = _Call(trace)
+        file.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(ConfigError, match=r"names posix\.mkdir, which would run when it is read"):
+        _start(saved[0], load=str(run))
+    assert not trace.exists()
+
+
+def test_an_object_in_a_shard_cannot_run_code(tmp_path: Path) -> None:
+    from slime.backends.megatron_utils.checkpoint.shard_files import load_plain
+
+    stream = io.BytesIO()
+    torch.save({"state": _Call(tmp_path / "ran")}, stream)
+    stream.seek(0)
+    with pytest.raises(pickle.UnpicklingError, match="posix"):
+        load_plain(stream)
+    assert not (tmp_path / "ran").exists()
