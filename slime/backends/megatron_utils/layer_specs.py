@@ -1,7 +1,7 @@
 """The layers of a model as specs, which are Megatron's descriptions of the classes to build.
 
-The classes are Megatron's local (not TransformerEngine) ones with slime's core attention and norms. The switches of the
-model family decide, or a user's spec. For --transformer-impl transformer_engine and --fp8-format,
+The classes are Megatron's local (not TransformerEngine) ones with slime's core attention and the norms below. The
+switches of the model family decide, or a user's spec. For --transformer-impl transformer_engine and --fp8-format,
 :func:`with_te_layers` exchanges classes in the finished spec:
 
     norm, then column-parallel linear    TELayerNormColumnParallelLinear, if nothing else reads the norm's output
@@ -22,10 +22,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
 from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec_for_backend
 from megatron.core.post_training.modelopt.layers import Linear as ReplicatedLinear
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -42,15 +45,16 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
     get_transformer_layer_offset,
 )
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from slime.backends.megatron_utils.model.attention import LatentSelfAttention, PackedAttention
 from slime.backends.megatron_utils.model.experts import GroupedExperts, group_experts
 from slime.backends.megatron_utils.model.gated_delta_net import GatedDeltaNet
-from slime.backends.megatron_utils.model.norms import JointHeadNorm, TorchNorm
 from slime.backends.megatron_utils.model.sparse_attention import make_sparse
 from slime.hooks.load import load_function
 from slime.models.family import Family
 from slime.models.shape import SparseShape
+from slime.utils import accelerator
 from slime.utils.errors import ConfigError, translated
 
 _NORMS = ("input_layernorm", "pre_mlp_layernorm", "q_layernorm", "k_layernorm", "kv_layernorm")
@@ -307,3 +311,93 @@ def with_classes(spec: Any, classes: dict[type, Any]) -> Any:
     if dataclasses.is_dataclass(spec) and not isinstance(spec, type):
         return dataclasses.replace(spec, **{name: with_classes(part, classes) for name, part in vars(spec).items()})
     return spec
+
+
+_KINDS = {"RMSNorm": torch.nn.RMSNorm, "LayerNorm": torch.nn.LayerNorm}
+
+
+class TorchNorm:
+    """Factory of a torch module in the model's dtype, with the signature that Megatron's specs call.
+
+    Megatron's fallback without Apex and TransformerEngine refuses sequence parallelism and always keeps fp32 weights.
+    """
+
+    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> torch.nn.Module:  # type: ignore
+        device = None if config.use_cpu_initialization else accelerator.current().device()
+        kind = ZeroCenteredNorm if config.layernorm_zero_centered_gamma else _KINDS[config.normalization]
+        norm = kind(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
+        for parameter in norm.parameters():
+            # Megatron then sums its gradient over the tensor ranks.
+            parameter.sequence_parallel = config.sequence_parallel
+        return norm
+
+
+class ZeroCenteredNorm(torch.nn.RMSNorm):
+    """RMSNorm that multiplies with 1 + weight, in fp32 (Qwen3-Next)."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``[..., d]`` -> the same, in the dtype of ``x``."""
+        normed = torch.nn.functional.rms_norm(x.float(), self.normalized_shape, eps=self.eps)
+        return (normed * (1.0 + self.weight.float())).to(x.dtype)
+
+
+class JointHeadNorm(torch.nn.Module):
+    """MiniMax-M2's norm of queries or keys: the mean of squares is over all heads together, on whatever ranks they are.
+
+    Built by Megatron's ``SelfAttention`` in place of a norm per head. ``weight`` ``[heads of this rank * head_dim]``.
+    """
+
+    def __init__(self, config: Any, hidden_size: int, eps: float, *, num_heads: int) -> None:
+        """``hidden_size`` is the width of a head, ``num_heads`` counts those of all ranks."""
+        super().__init__()
+        device = None if config.use_cpu_initialization else accelerator.current().device()
+        self._width = num_heads * hidden_size
+        self._eps = eps
+        width_here = self._width // config.tensor_model_parallel_size
+        self.weight = torch.nn.Parameter(torch.ones(width_here, dtype=config.params_dtype, device=device))
+        set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
+
+    def forward(self, heads: torch.Tensor) -> torch.Tensor:
+        """``[t, 1, heads of this rank, head_dim]`` -> the same."""
+        rows: torch.Tensor = _JointNorm.apply(  # type: ignore[no-untyped-call]
+            heads.flatten(2), self.weight, self._eps, self._width, mpu.get_tensor_model_parallel_group()
+        )
+        return rows.view(heads.shape)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """For Megatron's checkpoints, which take a module without this method for a copy on every tensor rank."""
+        own = self.state_dict(prefix="", keep_vars=True)
+        state: dict[str, Any] = make_sharded_tensors_for_checkpoint(own, prefix, {"weight": 0}, sharded_offsets)
+        return state
+
+
+class _JointNorm(torch.autograd.Function):
+    """y = w x r with r = (sum of squares / width + eps)^(-1/2). The sum is over the ranks of ``group``.
+
+    With g = w dy and u = x r: dx = r (g - u (sum of g u) / width), summed over all ranks, and dw = sum of dy u over the
+    rows. Computes in fp32 and stores x and r only.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, width: int, group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        squares = x.float().square().sum(-1, keepdim=True)
+        dist.all_reduce(squares, group=group)
+        factor = torch.rsqrt(squares / width + eps)
+        ctx.save_for_backward(x, weight, factor)
+        ctx.width, ctx.group = width, group
+        return (x.float() * factor * weight.float()).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
+        x, weight, factor = ctx.saved_tensors
+        unit, wide = x.float() * factor, grad.float()
+        weighted = wide * weight.float()
+        along = (weighted * unit).sum(-1, keepdim=True)
+        dist.all_reduce(along, group=ctx.group)
+        grad_x = factor * (weighted - unit * along / ctx.width)
+        grad_weight = (wide * unit).flatten(0, -2).sum(0)
+        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None, None, None
