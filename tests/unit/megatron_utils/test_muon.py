@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from slime.backends.megatron_utils.actor import MegatronTrainer
-from slime.backends.megatron_utils.muon import Muon, orthogonalize, scale_of
+from slime.backends.megatron_utils.optimizer import Muon, orthogonalize, scale_of
 from slime.utils.errors import ConfigError
 from tests.unit.megatron_utils.tiny_families import make_family_checkpoint
 from tests.unit.megatron_utils.tiny_trainer import make_args, make_batch, make_hf_model
@@ -61,7 +61,7 @@ def test_a_cpu_multiplies_in_fp32_whatever_precision_is_asked_for(asked: str, mo
         seen.append(torch.get_float32_matmul_precision())
         return matrix
 
-    monkeypatch.setattr("slime.backends.megatron_utils.muon.orthogonalize", observed)
+    monkeypatch.setattr("slime.backends.megatron_utils.optimizer.orthogonalize", observed)
     weight = torch.nn.Parameter(torch.ones(2, 2))
     weight.grad = torch.ones(2, 2)
     Muon([weight], **SETTINGS | {"fp32_matmul_prec": asked}).step()
