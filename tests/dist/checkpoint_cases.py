@@ -264,11 +264,13 @@ def export(
     Returns:
         The error, and the names of the files that this rank wrote.
     """
-    from slime.backends.training import hf_files, hf_shards
+    import safetensors.torch
+
+    from slime.backends.training import hf_files
 
     trainer = MegatronTrainer(make_args(hf, **args), rank=rank, world_size=world_size, with_ref=False)
     trainer.setup()
-    stock, names = hf_shards.save_file, []
+    stock, names = safetensors.torch.save_file, []
 
     def save(tensors: Any, path: Path, metadata: Any) -> None:
         names.append(path.name)
@@ -276,7 +278,7 @@ def export(
             raise OSError(28, "No space left on device")
         stock(tensors, path, metadata)
 
-    hf_shards.save_file = save
+    safetensors.torch.save_file = save
     hf_files._MAX_WRITERS, hf_files._MAX_FILE_BYTES = num_writers, 4096
     if rank == is_blind:
         setattr(hf_files, sees_no, lambda *_: "")

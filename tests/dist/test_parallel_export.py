@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from slime.backends.training.checkpoint_files import find_damage
-from slime.backends.training.export_files import export_checksums
+from slime.backends.training.hf_export import export_checksums
 from slime.weight_sync.tensor_files import checksum_function, checksums_of
 from tests.dist.ranks import ForkServer
 from tests.unit.megatron_utils.tiny_trainer import make_hf_model

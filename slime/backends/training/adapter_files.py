@@ -20,7 +20,7 @@ from typing import Any
 from slime.backends.protocols import NamedTensor
 from slime.backends.training.checkpoint_files import checksums_of, read_manifest
 from slime.backends.training.checkpoint_source import Source
-from slime.backends.training.export_files import begin_export, finish_export
+from slime.backends.training.hf_export import begin_export, finish_export
 from slime.models.lora import CONFIG_FILE, FILE_PREFIX, WEIGHTS_FILE, LoraConfig, adapter_tensors
 from slime.models.shape import ModelShape
 from slime.utils.errors import ConfigError, SlimeError

@@ -23,7 +23,7 @@ from slime.backends.training.checkpoint_files import (
     read_manifest,
 )
 from slime.backends.training.checkpoint_source import Source
-from slime.backends.training.export_files import MARKER, export_checksums
+from slime.backends.training.hf_export import MARKER, export_checksums
 from slime.utils.distributed_utils import files_group
 from slime.utils.errors import ConfigError, kept
 

@@ -22,8 +22,18 @@ import torch.distributed as dist
 from safetensors import safe_open
 
 from slime.backends.protocols import NamedTensor
-from slime.backends.training.export_files import MARKER, begin_export, beside, finish_export
-from slime.backends.training.hf_shards import INDEX, Content, StoredTensor, name_shards, spread, write_shards
+from slime.backends.training.hf_export import (
+    INDEX,
+    MARKER,
+    Content,
+    StoredTensor,
+    begin_export,
+    beside,
+    finish_export,
+    name_shards,
+    spread,
+    write_shards,
+)
 from slime.utils.distributed_utils import do_on_first_rank, files_group
 from slime.utils.errors import ConfigError, SlimeError, kept, named, translated, undone
 

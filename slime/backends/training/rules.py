@@ -14,7 +14,7 @@ from slime.backends.training.adapter_files import adapter_problems, describe_ada
 from slime.backends.training.arguments import CheckpointArgs
 from slime.backends.training.checkpoint_files import complete_iterations
 from slime.backends.training.checkpoint_source import Source, find_start, foreign
-from slime.backends.training.export_files import foreign_content, refusal
+from slime.backends.training.hf_export import foreign_content, refusal
 from slime.config import groups
 from slime.config.groups import from_args
 from slime.models.hf_shape import read_shape

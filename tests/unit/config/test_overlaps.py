@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from slime.backends.training.export_files import write_marker
+from slime.backends.training.hf_export import write_marker
 from tests.unit.config.tiny_command import TinyCommand
 
 _SAVE = "--save-interval 1 --save"

@@ -13,7 +13,7 @@ from pyarrow import parquet
 from safetensors.torch import load_file, save_file
 
 from slime.backends.training.checkpoint_files import checksums_of
-from slime.backends.training.export_files import write_marker
+from slime.backends.training.hf_export import write_marker
 from slime.backends.training.hf_files import TensorReader
 from slime.data.dump_file import save_debug_rollout_data
 from slime.data.processing import tokenize_chat

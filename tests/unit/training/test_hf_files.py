@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from slime.backends.training import hf_shards
+from slime.backends.training import hf_export
 from slime.backends.training.checkpoint_files import find_damage
 from slime.backends.training.checkpoint_source import Source
 from slime.backends.training.damage import verify_source
-from slime.backends.training.export_files import export_checksums
+from slime.backends.training.hf_export import export_checksums
 from slime.backends.training.hf_files import TensorReader, write_hf_directory
 from slime.utils.errors import ConfigError
 from slime.weight_sync.quantize import quantize_int4
@@ -99,7 +99,7 @@ def test_a_file_that_cannot_be_written_leaves_nothing(
             raise OSError("the disk is full")
         path.touch()
 
-    monkeypatch.setattr(hf_shards, "save_file", save)
+    monkeypatch.setattr("safetensors.torch.save_file", save)
     with pytest.raises(OSError, match="the disk is full"):
         write_hf_directory(
             WEIGHTS.items(), source, str(tmp_path / "out"), max_file_bytes=FILE_BYTES, num_writers=num_writers
@@ -172,11 +172,11 @@ def test_a_file_waits_for_the_checksum_of_the_one_before_it(
 ) -> None:
     lag: list[int] = []
     num_summed = 0
-    save, compute = hf_shards.save_file, hf_shards.checksum
+    compute = hf_export.checksum
 
     def saved(*args: Any, **kwargs: Any) -> None:
         lag.append(len(lag) - num_summed)
-        save(*args, **kwargs)
+        save_file(*args, **kwargs)
 
     def slow(path: Path) -> str:
         nonlocal num_summed
@@ -184,8 +184,8 @@ def test_a_file_waits_for_the_checksum_of_the_one_before_it(
         num_summed += 1
         return compute(path)
 
-    monkeypatch.setattr(hf_shards, "save_file", saved)
-    monkeypatch.setattr(hf_shards, "checksum", slow)
+    monkeypatch.setattr("safetensors.torch.save_file", saved)
+    monkeypatch.setattr(hf_export, "checksum", slow)
     write_hf_directory(WEIGHTS.items(), source, str(tmp_path / "out"), max_file_bytes=FILE_BYTES)
     assert len(lag) == 5
     assert max(lag) <= 1
