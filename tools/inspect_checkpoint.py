@@ -50,7 +50,7 @@ def main() -> None:
     if not entries:
         raise ConfigError(f"{options.directory} holds no tensor whose name contains {options.match!r}.")
     if options.values:
-        from slime.backends.training.damage import verify_source
+        from slime.backends.training.checkpoint_source import verify_source
 
         verify_source(_source(options.directory))
     if options.compare:

@@ -30,8 +30,7 @@ from slime.backends.fsdp_utils.step import TrainState, allocate_states
 from slime.backends.training import checkpoint_files as files
 from slime.backends.training.adapter_files import ADAPTER
 from slime.backends.training.checkpoint_files import checksums_of, written_by
-from slime.backends.training.checkpoint_source import Source
-from slime.backends.training.damage import DAMAGE, causes_of, unfit, unreadable
+from slime.backends.training.checkpoint_source import DAMAGE, Source, causes_of, unfit, unreadable
 from slime.backends.training.pieces import Piece, generator_states, set_generators, write
 from slime.utils.distributed_utils import do_on_first_rank, files_group
 from slime.utils.errors import ConfigError, SlimeError, kept, named

@@ -167,7 +167,7 @@ def _num_stages(sizes: ParallelArgs, num_ranks: int, config: dict[str, Any]) -> 
 def _has_tower(flag: str, path: str) -> bool:
     install()
     from slime.backends.megatron_utils.checkpoint.shard_files import load_common
-    from slime.backends.training.damage import DAMAGE, unreadable
+    from slime.backends.training.checkpoint_source import DAMAGE, unreadable
 
     source = inspect_checkpoint(flag, path)
     if source is None:
@@ -228,7 +228,7 @@ class OfflineModel:
     def load_torch_dist(self, flag: str, path: str) -> Source:
         """Weights of the checkpoint at ``path``: an iteration's directory, or one with a tracker file."""
         from slime.backends.megatron_utils.checkpoint.state import load_model_weights
-        from slime.backends.training.damage import verify_source
+        from slime.backends.training.checkpoint_source import verify_source
 
         source = inspect_checkpoint(flag, path)
         if source is None or source.format != "torch_dist":

@@ -30,9 +30,15 @@ from slime.backends.protocols import (
 )
 from slime.backends.training.adapter_files import state_problems
 from slime.backends.training.arguments import CheckpointArgs, OptimizerArgs, PrecisionArgs
-from slime.backends.training.checkpoint_source import Source, find_reference, find_start, find_teacher, foreign
+from slime.backends.training.checkpoint_source import (
+    Source,
+    find_reference,
+    find_start,
+    find_teacher,
+    foreign,
+    verify_source,
+)
 from slime.backends.training.credit import CustomFunctions, Passes, add_credit, passes_needed, reward_kl
-from slime.backends.training.damage import verify_source
 from slime.backends.training.data import RankPlace, TrainBatch, forward_batch
 from slime.backends.training.loss import LossContext, Objective
 from slime.backends.training.offload import BaseReference, DeviceMemory, WeightBackup

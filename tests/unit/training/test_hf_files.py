@@ -14,8 +14,7 @@ from safetensors.torch import save_file
 
 from slime.backends.training import hf_export
 from slime.backends.training.checkpoint_files import find_damage
-from slime.backends.training.checkpoint_source import Source
-from slime.backends.training.damage import verify_source
+from slime.backends.training.checkpoint_source import Source, verify_source
 from slime.backends.training.hf_export import export_checksums
 from slime.backends.training.hf_files import TensorReader, write_hf_directory
 from slime.utils.errors import ConfigError

@@ -24,9 +24,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from slime.backends.megatron_utils.checkpoint.shard_files import LocalReader
 from slime.backends.megatron_utils.checkpoint.tensors import chunks_of
 from slime.backends.megatron_utils.model.lora import sharded_adapters
-from slime.backends.training.checkpoint_source import Source
+from slime.backends.training.checkpoint_source import DAMAGE, Source, unfit, unreadable
 from slime.backends.training.context_parallel import Sharding
-from slime.backends.training.damage import DAMAGE, unfit, unreadable
 from slime.backends.training.hf_files import raise_everywhere
 from slime.backends.training.pieces import generator_states, set_generators
 from slime.models.shape import ModelShape
