@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
-from slime.backends.training import damage
+from slime.backends.training import checkpoint_source
 from slime.backends.training.checkpoint_files import checksums_of, find_damage, written_by
-from slime.backends.training.checkpoint_source import Source
+from slime.backends.training.checkpoint_source import Source, verify_source
 from slime.utils.errors import ConfigError
 
 
@@ -56,14 +57,14 @@ def test_a_rank_that_cannot_compare_its_share_ends_the_start_of_all_ranks(
     def gather(everywhere: list[list[str]], mine: list[str], group: object) -> None:
         everywhere[:] = [[], mine]
 
-    monkeypatch.setattr(damage, "read_manifest", fail)
-    monkeypatch.setattr(damage.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(damage.dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(damage.dist, "get_rank", lambda: 1)
-    monkeypatch.setattr(damage.dist, "all_gather_object", gather)
-    monkeypatch.setattr(damage, "files_group", lambda: None)
+    monkeypatch.setattr(checkpoint_source, "read_manifest", fail)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+    monkeypatch.setattr("slime.utils.distributed_utils.files_group", lambda: None)
     source = Source("torch_dist", str(tmp_path / "iter_0000003"), "--load", 3)
     with pytest.raises(
         ConfigError, match=r"--load .*iter_0000003 is damaged: rank 1 cannot compare.*Stale file handle"
     ):
-        damage.verify_source(source)
+        verify_source(source)
