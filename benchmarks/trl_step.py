@@ -87,9 +87,9 @@ def trl_step(job: dict[str, Any]) -> Callable[[], object]:
     import queue
     import threading
 
-    from slime.utils.torchvision_cpu import install
+    from slime.utils.accelerator import allow_torchvision_on_cpu
 
-    install()  # torchvision of this wheel index does not import beside a CPU torch
+    allow_torchvision_on_cpu()  # torchvision of this wheel index does not import beside a CPU torch
     import datasets
     import transformers
     import trl

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from slime.utils.torchvision_cpu import install as allow_torchvision_on_cpu
+from slime.utils.accelerator import allow_torchvision_on_cpu
 
 __all__ = ["AREA_FLAGS", "END", "TEMPLATE", "area_problem", "as_text", "make_vision_model"]
 

@@ -29,8 +29,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from slime.utils.accelerator import allow_torchvision_on_cpu
 from slime.utils.errors import DataError, named, translated
-from slime.utils.torchvision_cpu import install as allow_torchvision_on_cpu
 
 logger = logging.getLogger(__name__)
 

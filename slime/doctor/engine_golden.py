@@ -17,8 +17,8 @@ from slime.backends.protocols import EVERY_RANK, NamedTensor, Recipients
 from slime.backends.training.hf_files import TensorReader
 from slime.data.processing import load_processor
 from slime.models.lora import LoraConfig, tensor_name
+from slime.utils.accelerator import allow_torchvision_on_cpu
 from slime.utils.errors import DataError
-from slime.utils.torchvision_cpu import install as allow_torchvision_on_cpu
 from slime.weight_sync.probe import probe_ids
 
 _TEXTS = (

@@ -4,18 +4,20 @@ All other modules use the result of :func:`current`. The functions below it are 
 Importing this module does not import torch, so the driver can count device slots cheaply.
 
 For another kind of device, register a subclass of :class:`Accelerator` in every process before the first use, for
-example in an installed ``sitecustomize``.
+example in an installed ``sitecustomize``. :func:`allow_torchvision_on_cpu` is for machines without a device.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib.abc
 import importlib.util
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from slime.utils.errors import ConfigError
 
@@ -411,3 +413,35 @@ def visible_devices_env_key() -> str:
 def resolve_visible_device_id(physical_device_id: int | float | str) -> int:
     """See :meth:`Accelerator.resolve_visible_device_id`."""
     return current().resolve_visible_device_id(physical_device_id)
+
+
+_SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"  # of nms and qnms of torchvision
+# A torch Library drops its definitions when it is garbage-collected.
+_kept: list[object] = []
+
+
+def allow_torchvision_on_cpu() -> None:
+    """Make torchvision's CUDA wheel importable with a CPU-only torch. Does nothing with a CUDA build of torch.
+
+    SGLang and transformers import torchvision, and PyPI has no CPU build of it. At import, torchvision attaches meta
+    kernels to two operators. Its Python part works on a CPU build of torch if the schemas of these operators exist:
+    they are defined just before torchvision is first imported. Delete this when torchvision guards that registration.
+    """
+    if "torchvision" not in sys.modules and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finder that finds no module and defines the schemas at the first import of torchvision."""
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> None:
+        if fullname == "torchvision":
+            # First, so that the hook acts once even if an import below asks for torchvision again.
+            sys.meta_path.remove(self)
+            import torch
+
+            if torch.version.cuda is None and not hasattr(torch.ops.torchvision, "nms"):
+                library: Any = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
+                for operator in ("nms", "qnms"):
+                    library.define(operator + _SCHEMA)
+                _kept.append(library)

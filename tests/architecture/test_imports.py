@@ -91,11 +91,6 @@ TORCH_NEVER = ("config", "hooks", "models")
 ALLOWED: dict[str, str] = {}
 
 
-def is_own_repair(module: Module) -> bool:
-    """``slime.utils.torchvision_cpu`` declares operators to torch. It is to torchvision what accelerator is to cuda."""
-    return module.name == "slime.utils.torchvision_cpu"
-
-
 def violations(module: Module) -> list[str]:
     found = []
     for line, name in module.imports():
@@ -116,7 +111,7 @@ def violations(module: Module) -> list[str]:
 
 def may_import_torch(module: Module) -> bool:
     if module.room == "utils":
-        return module.name.startswith(TORCH_IN_UTILS) or is_own_repair(module)
+        return module.name.startswith(TORCH_IN_UTILS)
     return module.room not in TORCH_NEVER
 
 

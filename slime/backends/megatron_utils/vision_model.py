@@ -21,7 +21,7 @@ from slime.backends.megatron_utils.model.gpt import PackedGPTModel
 from slime.backends.training.context_parallel import zigzag_rows
 from slime.backends.training.media import Media
 from slime.models.shape import VisionShape
-from slime.utils.torchvision_cpu import install as allow_torchvision_on_cpu
+from slime.utils.accelerator import allow_torchvision_on_cpu
 
 
 class VisionGPTModel(PackedGPTModel):

@@ -36,10 +36,10 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any, NoReturn
 
+from slime.utils.accelerator import allow_torchvision_on_cpu
 from slime.utils.async_utils import Deadline
 from slime.utils.errors import EngineError
 from slime.utils.process import GuardedProcess, kill_group, log_tail, watch_descriptor, watch_owner
-from slime.utils.torchvision_cpu import install as allow_torchvision_on_cpu
 
 _MESSAGE_BYTES = 1 << 20
 _REQUEST_TIMEOUT_S = 5.0  # a client that connects and sends nothing is disconnected after this time

@@ -21,9 +21,9 @@ import httpx
 import psutil
 
 from slime.backends.sglang_utils.fork_server import ForkedServer, forget_allocator_settings
+from slime.utils.accelerator import allow_torchvision_on_cpu
 from slime.utils.async_utils import Deadline
 from slime.utils.process import GuardedProcess, has_ended, watch_owner, work_of
-from slime.utils.torchvision_cpu import install as allow_torchvision_on_cpu
 
 logger = logging.getLogger(__name__)
 

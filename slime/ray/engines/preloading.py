@@ -43,10 +43,10 @@ from slime.backends.sglang_utils.fork_server import (
 from slime.config.parse import asked_help
 from slime.ray.run.worker_launcher import WORKER_FORKS, differing
 from slime.utils import accelerator
+from slime.utils.accelerator import allow_torchvision_on_cpu
 from slime.utils.errors import EngineError
 from slime.utils.net import WEIGHT_INTERFACES, WEIGHT_LOOPBACK
 from slime.utils.process import GUARD_FD_VARIABLE, GuardedProcess, log_tail, watch_owner
-from slime.utils.torchvision_cpu import install as allow_torchvision_on_cpu
 
 FORK_SERVER_LOG = "fork_server.log"
 FORK_SERVER = "SLIME_FORK_SERVER"

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from examples.tiny.vision import TEMPLATE
-from slime.utils.torchvision_cpu import install as allow_torchvision_on_cpu
+from slime.utils.accelerator import allow_torchvision_on_cpu
 
 
 def make_vision_checkpoint(folder: Path) -> str:

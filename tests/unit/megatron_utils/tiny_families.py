@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slime.models.family import families
-from slime.utils.torchvision_cpu import install as allow_torchvision_on_cpu
+from slime.utils.accelerator import allow_torchvision_on_cpu
 from tests.unit.megatron_utils.tiny_trainer import VOCAB
 
 _BASE: dict[str, Any] = {

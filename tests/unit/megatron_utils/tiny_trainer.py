@@ -18,8 +18,8 @@ from slime.backends.megatron_utils import arguments as megatron_arguments
 from slime.batch.arguments import BatchArgs, ReplayArgs
 from slime.config.groups import add_group, groups_in
 from slime.observability.arguments import OutputArgs, ProfileArgs
+from slime.utils.accelerator import allow_torchvision_on_cpu
 from slime.utils.net import single_rank_environment
-from slime.utils.torchvision_cpu import install as allow_torchvision_on_cpu
 
 VOCAB = 61
 """Not a multiple of 128: the padding of the vocabulary takes part in every test."""

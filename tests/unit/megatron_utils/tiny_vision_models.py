@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from slime.models.family import families
-from slime.utils.torchvision_cpu import install as allow_torchvision_on_cpu
+from slime.utils.accelerator import allow_torchvision_on_cpu
 from tests.unit.megatron_utils.tiny_trainer import VOCAB, make_batch, schedule
 
 START, IMAGE, VIDEO = 57, 58, 59
