@@ -57,8 +57,9 @@ class FsdpTrainer(FsdpWeights):
         """Build the model and load the checkpoint. Returns the rollout id to start with."""
         started = time.monotonic()
         mesh = self._join(from_args(ParallelArgs, self._args), from_args(TrainerArgs, self._args))
+        self._place = _place_of(mesh)
         self._profiler.begin()
-        self._state = self._build(mesh)
+        self._ready = self._build(mesh)
         self._memory = DeviceMemory(self._held, self._drop_gradients)
         cluster = from_args(ClusterArgs, self._args)
         if cluster.offload_train:
@@ -87,7 +88,6 @@ class FsdpTrainer(FsdpWeights):
     def _build(self, mesh: DeviceMesh) -> TrainState:
         args = self._args
         settings = from_args(OptimizerArgs, args)
-        dp_size, cp_size = mesh.shape
         model = build_model(
             self._config,
             # Weights are sharded over context-parallel ranks too.
@@ -102,32 +102,20 @@ class FsdpTrainer(FsdpWeights):
         schedule = RateSchedule.of(
             settings, num_steps=samples // args.global_batch_size, global_batch_size=args.global_batch_size
         )
-        dp_rank, cp_rank = mesh.get_local_rank("dp"), mesh.get_local_rank("cp")
+        cp_size = self._place.cp_size
         return TrainState(
             model=model,
             optimizer=optimizer,
             rates=ScheduledRates(optimizer, schedule, follows_checkpoint=settings.use_checkpoint_opt_param_scheduler),
             sharding=Sharding(
-                cp_rank,
+                mesh.get_local_rank("cp"),
                 cp_size,
                 mesh.get_group("cp") if cp_size > 1 else None,
                 sequence_multiple=row_multiple(from_args(BatchArgs, args)),
             ),
-            place=RankPlace(
-                dp_rank=dp_rank,
-                dp_size=dp_size,
-                dp_group=mesh.get_group("dp"),
-                cp_size=cp_size,
-                is_main=dist.get_rank() == 0,
-                keeps_batch=cp_rank == 0,
-            ),
             clip_grad=settings.clip_grad,
             adapter=None if self._lora is None else shared_description(self._lora, self._shape, args.hf_checkpoint),
         )
-
-    @property
-    def _place(self) -> RankPlace:
-        return self._ready.place
 
     # ------------------------------------------------------------------------------------------------ training
 
@@ -165,3 +153,15 @@ class FsdpTrainer(FsdpWeights):
 
     def _drop_gradients(self) -> None:
         self._ready.optimizer.zero_grad(set_to_none=True)  # gradients of zeros would keep their memory
+
+
+def _place_of(mesh: DeviceMesh) -> RankPlace:
+    dp_size, cp_size = mesh.shape
+    return RankPlace(
+        dp_rank=mesh.get_local_rank("dp"),
+        dp_size=dp_size,
+        dp_group=mesh.get_group("dp"),
+        cp_size=cp_size,
+        is_main=dist.get_rank() == 0,
+        keeps_batch=mesh.get_local_rank("cp") == 0,
+    )

@@ -46,7 +46,6 @@ class TrainState:
     optimizer: torch.optim.Optimizer
     rates: ScheduledRates
     sharding: Sharding
-    place: RankPlace
     clip_grad: float
     adapter: Mapping[str, Any] | None = None
 

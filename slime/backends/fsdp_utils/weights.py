@@ -55,7 +55,8 @@ class FsdpWeights(TrainerBase):
     """A trainer without passes and steps."""
 
     _dtype: torch.dtype
-    _state: TrainState | None = None
+    _ready: TrainState
+    """Set by ``setup``."""
 
     @functools.cached_property
     def _shape(self) -> ModelShape:
@@ -66,11 +67,6 @@ class FsdpWeights(TrainerBase):
     def _names(self) -> set[str]:
         """Tensors of ``--hf-checkpoint``."""
         return TensorReader(self._args.hf_checkpoint, "--hf-checkpoint").names
-
-    @property
-    def _ready(self) -> TrainState:
-        assert self._state is not None, "setup() comes first"
-        return self._state
 
     def _copied_weights(self) -> WeightBackup:
         if self._lora is None:

@@ -37,7 +37,7 @@ from slime.backends.megatron_utils.weights import MegatronWeights, device_memory
 from slime.backends.protocols import TRAINER_PARTS, TrainReport
 from slime.backends.training.arguments import ParallelArgs, TrainerArgs
 from slime.backends.training.credit import CustomFunctions, add_credit
-from slime.backends.training.data import RankPlace, TrainBatch
+from slime.backends.training.data import TrainBatch
 from slime.backends.training.loss import LossContext, response_values
 from slime.backends.training.media import MediaTokens
 from slime.backends.training.steps import ReadOutput, StepResult, rollout_report
@@ -74,14 +74,15 @@ class MegatronTrainer(MegatronWeights):
             self._run[TrainerArgs],
             num_optimizer_instances=self._args.num_distributed_optimizer_instances,
         )
+        self._place = rank_place()
         if not self.is_critic:
             self._profiler.begin()
         self._hooks.after_init()
-        self._state = build_train_state(self._run, self._shape, is_critic=self.is_critic, lora=self._lora)
-        self._memory = device_memory(self._state.chunks, self._state.optimizer)
+        self._ready = build_train_state(self._run, self._shape, is_critic=self.is_critic, lora=self._lora)
+        self._memory = device_memory(self._ready.chunks, self._ready.optimizer)
         cluster = self._run[ClusterArgs]
         if cluster.offload_train:
-            self._memory.pin_ahead(num_missing_moments(self._state.optimizer))
+            self._memory.pin_ahead(num_missing_moments(self._ready.optimizer))
         if cluster.offload_communicators:
             self._memory.take_communicators()
         start = self._load_weights()
@@ -89,14 +90,10 @@ class MegatronTrainer(MegatronWeights):
             if not self._shape.family.is_moe:
                 kind = self._shape.model_type
                 raise ConfigError(f"--use-routing-replay: a model of model_type {kind} has no experts.")
-            self._replay = RoutingReplay(self._state.model)
+            self._replay = RoutingReplay(self._ready.model)
         if self._place.is_main:
             logger.info("trainer ready in %.1f s, starting with rollout %d", time.monotonic() - started, start)
         return start
-
-    @property
-    def _place(self) -> RankPlace:
-        return rank_place()
 
     def train(self, rollout_id: int, batch: dict[str, Any]) -> TrainReport:
         """Train on this rank's part of a rollout."""

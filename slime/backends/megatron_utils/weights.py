@@ -38,7 +38,8 @@ class MegatronWeights(TrainerBase):
     """A trainer without passes and steps."""
 
     _shape: ModelShape
-    _state: TrainState | None = None
+    _ready: TrainState
+    """Set by ``setup``."""
     _writer: CheckpointWriter | None = None
 
     def _fill(self, source: Source) -> None:
@@ -69,11 +70,6 @@ class MegatronWeights(TrainerBase):
 
     def _resume(self, source: Source, *, has_optimizer: bool, has_rng: bool) -> None:
         load_training_state(self._ready, self._shape, source, CheckpointContent(has_optimizer, has_rng))
-
-    @property
-    def _ready(self) -> TrainState:
-        assert self._state is not None, "setup() comes first"
-        return self._state
 
     def _copied_weights(self) -> WeightBackup:
         return copied_weights(self._ready.chunks, adapters_only=self._lora is not None)

@@ -114,10 +114,8 @@ class TrainerBase(ABC):
 
     # ------------------------------------------------------------------------------------------ given by a backend
 
-    @property
-    @abstractmethod
-    def _place(self) -> RankPlace:
-        """The place of this rank, known after ``setup``."""
+    _place: RankPlace
+    """The place of this rank. Set by ``setup``."""
 
     @abstractmethod
     def _train_batch(self, batch: Mapping[str, Any]) -> TrainBatch:

@@ -114,7 +114,7 @@ def test_tower_and_language_model_come_back_bit_for_bit(kind: str, tmp_path: Pat
 
 def test_the_towers_rope_stays_in_fp32_in_a_model_of_16_bits(tmp_path: Path) -> None:
     reference = make_vision_model("qwen3_vl", tmp_path)
-    rope = _trainer(tmp_path, fp32=False)._state.chunks[0].module.module.vision_model.rotary_pos_emb
+    rope = _trainer(tmp_path, fp32=False)._ready.chunks[0].module.module.vision_model.rotary_pos_emb
     assert torch.equal(rope.inv_freq, reference.model.visual.rotary_pos_emb.inv_freq)
 
 
@@ -193,7 +193,7 @@ def test_the_provider_of_a_launch_script_builds_the_tower(tmp_path: Path) -> Non
     provided = get_qwen3_5_vl_model_provider(trainer._args)()
     names = {name for name, _ in provided.named_parameters() if name.startswith("vision_model.")}
     assert len(names) > 20
-    assert not any("vision_model" in name for name, _ in trainer._state.chunks[0].named_parameters())
+    assert not any("vision_model" in name for name, _ in trainer._ready.chunks[0].named_parameters())
 
 
 def test_a_checkpoint_with_its_tower_is_converted_there_and_back_bit_for_bit(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from slime.backends.megatron_utils.actor import MegatronTrainer
-from slime.backends.megatron_utils.process_groups import init_distributed, tensor_group
+from slime.backends.megatron_utils.process_groups import init_distributed, rank_place, tensor_group
 from slime.backends.megatron_utils.server.queue import Score, ScoreRequest
 from slime.backends.megatron_utils.setup import build_model_state
 from slime.backends.megatron_utils.step import outputs_of_last_stage
@@ -44,7 +44,8 @@ class MegatronScorer(MegatronTrainer):
     def setup(self) -> int:
         """Build the model and load its weights: those that a trainer would start with. Returns 0."""
         init_distributed(from_args(ParallelArgs, self._args), from_args(TrainerArgs, self._args))
-        self._state = build_model_state(self._run, self._shape)
+        self._place = rank_place()
+        self._ready = build_model_state(self._run, self._shape)
         self._fill(self._readable(find_start(self._checkpoint, self._args.hf_checkpoint)))
         device = accelerator.current().device()
         # Ranks draw independently of each other.
