@@ -238,7 +238,7 @@ def plan(words: Sequence[str]) -> int:
     Returns:
         0 if the command would start, else 2. The plan is printed in both cases.
     """
-    from slime.config.plan.build import build
+    from slime.config.plan import build
     from slime.config.plan.devices import colocation_problems
 
     parser = _parser("plan", "[option ...] <train command>")
@@ -293,7 +293,7 @@ def _judged_for(device_gib: float | None, host_gib: float | None, *, is_about_ot
     """
     import psutil
 
-    from slime.config.plan.build import HOST_GIB
+    from slime.config.plan import HOST_GIB
     from slime.config.plan.devices import gpu_bytes
     from slime.utils import accelerator
 

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.marked_part import with_part
-from slime.config.plan.build import Plan, build
+from slime.config.plan import Plan, build
 from slime.models.family import families
 from slime.ray.arguments import parse_only
 from tests.unit.scripts.bash_arrays import model_words

@@ -12,7 +12,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from slime.config.plan.build import Output, plan_files
+from slime.config.plan import Output, plan_files
 from slime.config.plan.placement import PlanError
 from slime.config.plan.render import size
 from slime.config.plan.shape import read_shape

@@ -257,7 +257,7 @@ def processors(situation: Situation) -> Iterator[Finding]:
 
 def _host_bytes(situation: Situation) -> int:
     """Host memory of a node: without GPUs shares of the model, Python and its libraries. 0 if unknown."""
-    from slime.config.plan.build import build
+    from slime.config.plan import build
 
     if situation.args is None:
         return 0

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from slime.config.parse import terminal_width
-from slime.config.plan.build import BatchPlan, Plan
+from slime.config.plan import BatchPlan, Plan
 from slime.config.plan.devices import HostMemory
 from slime.config.plan.engine import LINKS, EngineMemory, WeightSync
 from slime.config.plan.memory import StageMemory

@@ -26,7 +26,7 @@ from slime.algorithms.reduce import Samples
 from slime.backends.training.credit import CustomFunctions, add_credit
 from slime.batch.compile import compile_train_data
 from slime.batch.rewards import RewardArgs
-from slime.config.plan.build import build
+from slime.config.plan import build
 from slime.data.sample import Sample
 from slime.observability.rollout_metrics import compute_metrics_from_samples
 from tests.unit.config.tiny_command import TinyCommand, make_command

@@ -10,7 +10,7 @@ import pytest
 
 from slime.backends.sglang_utils.feature_rules import _SLOTS
 from slime.config.groups import from_args
-from slime.config.plan.build import Plan, build
+from slime.config.plan import Plan, build
 from slime.config.plan.engine import SLOTS, serves_adapter
 from slime.data.engine_fields import FieldFlags
 from tests.unit.config.plan_args import plan_args

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from slime.config.groups import Notice
-from slime.config.plan.build import SCHEMA, Plan, build, plan_batch, plan_files
+from slime.config.plan import SCHEMA, Plan, build, plan_batch, plan_files
 from slime.config.plan.placement import Placement, PlanError, plan_placement, read_layout
 from slime.config.plan.render import count, render, size
 from slime.config.plan.shape import read_shape

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from slime.cli import main
-from slime.config.plan.build import build
+from slime.config.plan import build
 from slime.config.plan.devices import colocation_problems, gpu_bytes
 from slime.ray import placement_group, rules
 from slime.ray.arguments import machine_problems

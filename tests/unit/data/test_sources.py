@@ -13,7 +13,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 
-from slime.config.plan.build import plan_batch
+from slime.config.plan import plan_batch
 from slime.config.plan.placement import read_layout
 from slime.data import rows
 from slime.data.rows import check_prompt_file, identity, read_file

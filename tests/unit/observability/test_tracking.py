@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from slime.config.groups import add_group, groups_in
-from slime.config.plan.build import plan_files
+from slime.config.plan import plan_files
 from slime.config.resolve import paths
 from slime.data.ledger import LEDGER
 from slime.data.schedule import SCHEDULE, WEIGHTS

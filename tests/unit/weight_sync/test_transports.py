@@ -13,7 +13,7 @@ from slime.backends.protocols import EngineFleet, WeightExporter
 from slime.config.arguments import SyncArgs
 from slime.config.groups import RunConfig
 from slime.config.parse import build_parser
-from slime.config.plan.build import build
+from slime.config.plan import build
 from slime.config.plan.render import render
 from slime.ray.arguments import GROUPS
 from slime.ray.weight_updater import weight_updater
