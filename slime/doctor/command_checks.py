@@ -20,7 +20,7 @@ from slime.data.processing import load_tokenizer, render_chat
 from slime.data.prompts import prompt_key_of
 from slime.data.rows import read_file
 from slime.doctor import Check, Finding, Situation, fail, machine_checks, ok, warn
-from slime.hooks.load import check_hooks
+from slime.hooks import check_hooks
 from slime.hooks.protocols import HOOKS
 from slime.models.shape import ModelShape
 from slime.utils.errors import DataError

@@ -23,7 +23,7 @@ from openai import AsyncOpenAI
 
 from slime.agent.sandbox import CommandRefused, Sandbox
 from slime.data.rows import numbered_rows
-from slime.hooks.load import load_function
+from slime.hooks import load_function
 from slime.utils.errors import ConfigError, DataError, DeadlineExceeded
 
 Message = dict[str, Any]

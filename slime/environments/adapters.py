@@ -41,7 +41,7 @@ from slime.environments import (
     server_errors,
     shell_tool,
 )
-from slime.hooks.load import load_function
+from slime.hooks import load_function
 from slime.utils.errors import ConfigError
 
 

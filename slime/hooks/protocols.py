@@ -1,7 +1,7 @@
 """The extension points: one Protocol each, and the table of the flags that name functions for them.
 
-A flag's value is a path for :func:`slime.hooks.load.load_function`. The signatures are checked at start-up
-(:func:`slime.hooks.load.check_hooks`) and tested against the snippets of ``docs/en/get_started/customization.md``.
+A flag's value is a path for :func:`slime.hooks.load_function`. The signatures are checked at start-up
+(:func:`slime.hooks.check_hooks`) and tested against the snippets of ``docs/en/get_started/customization.md``.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from slime.config.groups import RunConfig
 from slime.data.arguments import BatchSizeArgs, PromptDataArgs
 from slime.data.ledger import Event, Ledger, ledger_path
 from slime.data.sample import Sample, SampleGroup, as_groups, iter_samples
-from slime.hooks.load import load_function
+from slime.hooks import load_function
 from slime.observability.logging_utils import configure_logger
 from slime.ray.run.cluster import worker_env
 from slime.ray.watch.heartbeat import register_process

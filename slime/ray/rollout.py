@@ -16,7 +16,7 @@ import ray
 from slime.config.groups import RunConfig, from_args
 from slime.data.dump_file import load_debug_rollout_data, save_debug_rollout_data, save_tokenizer
 from slime.data.sample import iter_samples
-from slime.hooks.load import load_function, load_optional
+from slime.hooks import load_function, load_optional
 from slime.observability.logging_utils import collecting, configure_logger
 from slime.observability.rollout_metrics import (
     _compute_top_p_kept_vocab_metrics,

@@ -28,7 +28,7 @@ from slime.config.check import Rule
 from slime.config.groups import groups_in
 from slime.config.resolve import Step
 from slime.data import arguments as data
-from slime.hooks.load import check_hooks
+from slime.hooks import check_hooks
 from slime.observability import arguments as observability
 from slime.ray import rules as wiring_rules
 from slime.rollout import arguments as rollout

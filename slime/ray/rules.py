@@ -26,7 +26,7 @@ from slime.config.check import NUMBER_RULES, paths
 from slime.config.groups import flag_of
 from slime.config.plan.devices import colocation_problems, gpu_bytes, is_judged
 from slime.config.roles import check_roles, read_roles, role_args
-from slime.hooks.load import check_hooks
+from slime.hooks import check_hooks
 from slime.models.family import families, is_family_spec, is_vision_spec
 from slime.models.hf_shape import read_shape
 from slime.rollout.arguments import DEFAULT_ROLLOUT_FUNCTION

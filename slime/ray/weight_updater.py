@@ -24,7 +24,7 @@ from slime.backends.training.hf_files import save_hf_directory
 from slime.config.arguments import ClusterArgs, SyncArgs
 from slime.config.groups import RunConfig
 from slime.data.engine_fields import FieldFlags
-from slime.hooks.load import load_function
+from slime.hooks import load_function
 from slime.models.config_json import read_model_config
 from slime.models.hf_shape import read_shape
 from slime.models.lora import LoraConfig

@@ -376,7 +376,7 @@ def train(replayed: Replayed, rollout: int) -> tuple[dict[str, float], dict[str,
     from slime.batch.schedule import MicroBatchArgs, ParallelLayout
     from slime.batch.ship import split_by_dp
     from slime.config.groups import from_args, with_values
-    from slime.hooks.load import load_optional
+    from slime.hooks import load_optional
     from slime.ray.train_actor import trainer_class
 
     args = replayed.args

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, TypeVar
 from slime.config.groups import defaults_of
 from slime.data.arguments import BatchSizeArgs, PromptDataArgs
 from slime.data.sample import SampleGroup
-from slime.hooks.load import name_of
+from slime.hooks import name_of
 from slime.rollout.arguments import EvalArgs, FilterArgs, GenerationArgs, RewardModelArgs
 from slime.utils.errors import DataError
 

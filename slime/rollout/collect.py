@@ -23,7 +23,7 @@ from typing import Any
 
 from slime.data.sample import Sample, SampleGroup, as_groups, iter_samples
 from slime.data.schedule import record
-from slime.hooks.load import load_function
+from slime.hooks import load_function
 from slime.rollout.base_types import Count
 from slime.rollout.direct_engines import keep_balanced
 from slime.rollout.engine_request import EngineRequest, abort

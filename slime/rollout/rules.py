@@ -18,7 +18,7 @@ from slime.data.arguments import PromptDataArgs
 from slime.data.prepare import PromptMaker
 from slime.data.prompts import open_prompts, prompt_key_of
 from slime.data.rows import check_prompt_file, read_file
-from slime.hooks.load import check_hooks, load_function
+from slime.hooks import check_hooks, load_function
 from slime.rollout.arguments import DEFAULT_ROLLOUT_FUNCTION
 from slime.rollout.eval_config import EvalDatasetConfig, unused_fields
 from slime.utils.errors import ConfigError, DataError

@@ -29,7 +29,7 @@ from uuid import uuid4
 
 from slime.data.processing import has_media, load_processor, load_tokenizer
 from slime.data.sample import Sample, SampleGroup, iter_samples
-from slime.hooks.load import can_be_called, load_function, takes_group
+from slime.hooks import can_be_called, load_function, takes_group
 from slime.observability.trace_utils import build_sglang_meta_trace_attrs, trace_function, trace_span
 from slime.rollout import collect
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, complete_args

@@ -22,7 +22,7 @@ from typing import Literal
 from slime.config.groups import with_values
 from slime.data.processing import load_tokenizer, render_chat
 from slime.data.sample import Sample
-from slime.hooks.load import check_hooks, load_function
+from slime.hooks import check_hooks, load_function
 from slime.hooks.protocols import HOOKS, Hook
 from slime.ray.arguments import parse_only
 from slime.rollout.data_source import RolloutDataSource

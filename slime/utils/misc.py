@@ -42,7 +42,7 @@ __getattr__ = moved(
     decode_int32_meta_array="slime.data.engine_meta",
     get_current_node_ip="slime.utils.net",
     get_free_port="slime.utils.net",
-    load_function="slime.hooks.load",
+    load_function="slime.hooks",
 )
 
 

@@ -111,7 +111,7 @@ def test_public_records_keep_their_fields(path, fields):
 
 def test_the_short_import_paths_give_the_same_objects():
     import slime.data
-    from slime.hooks.load import load_function
+    from slime.hooks import load_function
     from slime.rollout import rm_hub, sglang_rollout
     from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
     from slime.utils import misc

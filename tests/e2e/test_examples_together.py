@@ -52,7 +52,7 @@ with httpx.Client(headers={"Authorization": "Bearer " + key}, timeout=600, trust
 print(message["content"])
 """
 DISPATCH = """
-from slime.hooks.load import load_function
+from slime.hooks import load_function
 from slime.rollout.custom_generate import GenerateFunction
 
 PATHS = {paths!r}

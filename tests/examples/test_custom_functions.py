@@ -10,7 +10,7 @@ import pytest
 from examples.custom_generate.custom_generate import hint
 from examples.custom_reward.custom_rm import closeness, keep_mixed_groups
 from slime.data.sample import Sample
-from slime.hooks.load import check_hooks, load_function
+from slime.hooks import check_hooks, load_function
 from slime.rollout.rm_hub import async_rm, batched_async_rm
 from slime.rollout.sglang_rollout import GenerateState, generate_and_rm_group
 from slime.utils.http_utils import close_http_client

@@ -51,7 +51,7 @@ from slime.backends.megatron_utils.model.attention import LatentSelfAttention, P
 from slime.backends.megatron_utils.model.experts import GroupedExperts, group_experts
 from slime.backends.megatron_utils.model.gated_delta_net import GatedDeltaNet
 from slime.backends.megatron_utils.model.sparse_attention import make_sparse
-from slime.hooks.load import load_function
+from slime.hooks import load_function
 from slime.models.family import Family
 from slime.models.shape import SparseShape
 from slime.utils import accelerator

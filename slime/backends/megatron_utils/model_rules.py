@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.config.plan.placement import PlanError, stage_layers
-from slime.hooks.load import can_be_called, load_function
+from slime.hooks import can_be_called, load_function
 from slime.models.family import is_family_spec, is_vision_spec
 from slime.models.hf_shape import read_shape
 from slime.models.shape import SHAPE_FLAGS, SWITCHES, ModelShape, expand_layer_pattern

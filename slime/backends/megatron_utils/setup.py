@@ -30,7 +30,7 @@ from slime.backends.training.arguments import OptimizerArgs, ParallelArgs, Plugi
 from slime.backends.training.attention import choose_kernel
 from slime.batch.arguments import BatchArgs
 from slime.config.groups import RunConfig
-from slime.hooks.load import load_optional
+from slime.hooks import load_optional
 from slime.models.lora import LoraConfig
 from slime.models.shape import ModelShape
 

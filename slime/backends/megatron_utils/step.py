@@ -29,7 +29,7 @@ from slime.backends.training.data import MicroBatch, TrainBatch
 from slime.backends.training.loss import LossContext, micro_batch_loss
 from slime.backends.training.steps import ReadOutput, StepRecord, StepResult, finish_step, split_by_sample
 from slime.config.groups import RunConfig
-from slime.hooks.load import load_optional
+from slime.hooks import load_optional
 from slime.utils import accelerator
 
 logger = logging.getLogger(__name__)

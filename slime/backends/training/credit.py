@@ -26,7 +26,7 @@ from slime.algorithms.policy_loss import Correct, Correction, MakeReducer
 from slime.algorithms.reduce import LossOutput, Reducer, Samples
 from slime.backends.training.context_parallel import WHOLE, Sharding, seen_as
 from slime.config.groups import from_args, with_values
-from slime.hooks.load import can_be_called, load_optional
+from slime.hooks import can_be_called, load_optional
 from slime.utils import accelerator
 from slime.utils.errors import ConfigError, DataError
 

@@ -22,7 +22,7 @@ from slime.backends.protocols import EngineFleet, TrainReport
 from slime.backends.training.checkpoint_files import iteration_directory
 from slime.config.groups import RunConfig
 from slime.data.schedule import WeightHistory
-from slime.hooks.load import load_function
+from slime.hooks import load_function
 from slime.observability.console import Console, Row
 from slime.observability.metric_utils import Work, perf_metrics, warn_if_mismatched
 from slime.observability.tracking import Tracker

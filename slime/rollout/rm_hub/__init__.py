@@ -29,7 +29,7 @@ from typing import Any, cast
 from slime.config.groups import from_args
 from slime.data.sample import Sample, iter_samples
 from slime.data.values import Array, check_entries, reward_number
-from slime.hooks.load import accepted_kwargs, annotation, load_function, parameter_names
+from slime.hooks import accepted_kwargs, annotation, load_function, parameter_names
 from slime.observability.trace_utils import trace_span
 from slime.rollout.arguments import RewardModelArgs
 from slime.rollout.base_types import complete_args

@@ -8,7 +8,7 @@ from argparse import Namespace
 import pytest
 import torch
 
-from slime.hooks.load import check_hooks
+from slime.hooks import check_hooks
 from slime.utils import ppo_utils
 
 SIGNATURES = {

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from slime.config.groups import flags_of
-from slime.hooks.load import accepted_kwargs, accepts, can_be_called, check_hooks, load_function
+from slime.hooks import accepted_kwargs, accepts, can_be_called, check_hooks, load_function
 from slime.hooks.protocols import HOOKS
 from slime.ray.arguments import GROUPS
 from slime.utils.errors import ConfigError

@@ -19,7 +19,7 @@ from slime.batch.rewards import RewardArgs
 from slime.batch.schedule import MicroBatchArgs, ParallelLayout
 from slime.batch.ship import split_by_dp
 from slime.config.groups import from_args
-from slime.hooks.load import load_function
+from slime.hooks import load_function
 from slime.new.tiny_model import ModelShape, make_tiny_model
 from slime.ray.arguments import parse_only
 from slime.rollout.base_types import call_rollout_fn

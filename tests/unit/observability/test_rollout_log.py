@@ -11,7 +11,7 @@ import pytest
 from slime.config.groups import RunConfig
 from slime.data.dump_file import save_debug_rollout_data
 from slime.data.sample import Sample
-from slime.hooks.load import check_hooks
+from slime.hooks import check_hooks
 from slime.observability import logging_utils
 from slime.observability.rollout_metrics import log_eval_rollout_data, log_rollout_data
 from slime.ray.rollout import RolloutManager

@@ -11,7 +11,7 @@ from slime.batch.compile import compile_train_data
 from slime.batch.rewards import RewardArgs
 from slime.data.dump_file import save_debug_rollout_data
 from slime.data.sample import Sample
-from slime.hooks.load import check_hooks
+from slime.hooks import check_hooks
 from slime.rollout.forge_load import generate_rollout
 from slime.utils.errors import ConfigError, DataError
 from tests.unit.config.tiny_command import make_command

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from slime.data.sample import Sample
-from slime.hooks.load import takes_group
+from slime.hooks import takes_group
 from slime.rollout.collect import BatchHooks, Drops
 from slime.rollout.custom_generate import GenerateFunction, apply_rollout_sample_hooks
 from slime.rollout.failures import Attempts

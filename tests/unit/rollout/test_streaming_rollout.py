@@ -10,7 +10,7 @@ import pytest
 
 from slime.data.engine_fields import OUTPUT_LISTS
 from slime.data.sample import Sample
-from slime.hooks.load import check_hooks
+from slime.hooks import check_hooks
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.sglang_rollout import GenerateState, generate, generate_rollout
 from slime.rollout.sglang_streaming_rollout import generate_streaming

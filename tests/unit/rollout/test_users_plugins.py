@@ -10,7 +10,7 @@ import pytest
 from slime.batch import ship
 from slime.config.groups import RunConfig
 from slime.data.sample import iter_samples
-from slime.hooks.load import check_hooks, load_function
+from slime.hooks import check_hooks, load_function
 from slime.ray import rollout as manager_module
 from slime.ray.arguments import parse_only
 from slime.ray.rollout import RolloutManager

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from slime.data.sample import Sample
-from slime.hooks.load import load_function
+from slime.hooks import load_function
 from slime.ray.data_buffer import DataBuffer
 from slime.rollout.custom_generate import GenerateFunction
 from slime.rollout.failures import Attempts
