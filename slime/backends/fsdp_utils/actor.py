@@ -60,12 +60,12 @@ class FsdpTrainer(FsdpWeights):
         self._place = _place_of(mesh)
         self._profiler.begin()
         self._ready = self._build(mesh)
-        self._memory = DeviceMemory(self._held, self._drop_gradients)
+        self._device = DeviceMemory(self._held, self._drop_gradients)
         cluster = from_args(ClusterArgs, self._args)
         if cluster.offload_train:
-            self._memory.pin_ahead(num_moments=0)  # no tensor of the optimizer exists yet
+            self._device.pin_ahead(num_moments=0)  # no tensor of the optimizer exists yet
         if cluster.offload_communicators:
-            self._memory.take_communicators()
+            self._device.take_communicators()
         start = self._load_weights()
         if self._place.is_main:
             logger.info("trainer ready in %.1f s, starting with rollout %d", time.monotonic() - started, start)

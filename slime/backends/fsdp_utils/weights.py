@@ -55,8 +55,7 @@ class FsdpWeights(TrainerBase):
     """A trainer without passes and steps."""
 
     _dtype: torch.dtype
-    _ready: TrainState
-    """Set by ``setup``."""
+    _ready: TrainState  # set by ``setup``
 
     @functools.cached_property
     def _shape(self) -> ModelShape:

@@ -79,12 +79,12 @@ class MegatronTrainer(MegatronWeights):
             self._profiler.begin()
         self._hooks.after_init()
         self._ready = build_train_state(self._run, self._shape, is_critic=self.is_critic, lora=self._lora)
-        self._memory = device_memory(self._ready.chunks, self._ready.optimizer)
+        self._device = device_memory(self._ready.chunks, self._ready.optimizer)
         cluster = self._run[ClusterArgs]
         if cluster.offload_train:
-            self._memory.pin_ahead(num_missing_moments(self._ready.optimizer))
+            self._device.pin_ahead(num_missing_moments(self._ready.optimizer))
         if cluster.offload_communicators:
-            self._memory.take_communicators()
+            self._device.take_communicators()
         start = self._load_weights()
         if self._copies.use_routing_replay and not self.is_critic:
             if not self._shape.family.is_moe:

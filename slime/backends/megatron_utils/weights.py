@@ -38,8 +38,7 @@ class MegatronWeights(TrainerBase):
     """A trainer without passes and steps."""
 
     _shape: ModelShape
-    _ready: TrainState
-    """Set by ``setup``."""
+    _ready: TrainState  # set by ``setup``
     _writer: CheckpointWriter | None = None
 
     def _fill(self, source: Source) -> None:

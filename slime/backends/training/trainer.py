@@ -87,7 +87,6 @@ class TrainerBase(ABC):
         self._custom = CustomFunctions.load(args, vocab_size=vocab_size)
         self._profiler = TrainProfiler(self._run, rank)
         self._record = BatchRecord.of(self._run)
-        self._memory: DeviceMemory | None = None
         self._reference: WeightBackup | BaseReference | None = None
         self._teacher: WeightBackup | None = None
         self._generators: dict[str, WeightBackup] = {}
@@ -114,8 +113,9 @@ class TrainerBase(ABC):
 
     # ------------------------------------------------------------------------------------------ given by a backend
 
+    # Set by ``setup``.
     _place: RankPlace
-    """The place of this rank. Set by ``setup``."""
+    _device: DeviceMemory
 
     @abstractmethod
     def _train_batch(self, batch: Mapping[str, Any]) -> TrainBatch:
@@ -439,11 +439,6 @@ class TrainerBase(ABC):
     @property
     def is_weight_source(self) -> bool:
         return self._rank == 0
-
-    @property
-    def _device(self) -> DeviceMemory:
-        assert self._memory is not None, "setup() comes first"
-        return self._memory
 
     def offload(self, parts: Sequence[TrainerPart] = TRAINER_PARTS) -> None:
         """Give the device memory of ``parts`` back to the driver (``offload.DeviceMemory``)."""
