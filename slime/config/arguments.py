@@ -80,7 +80,7 @@ class ClusterArgs:
     train_timeout: float = flag(14400.0, "Seconds training on one rollout may take.")
 
 
-# Filled by slime.weight_sync.transports, which this room does not import.
+# Filled by slime.weight_sync, which this room does not import.
 TRANSPORTS: dict[str, Any] = {}
 
 

@@ -30,11 +30,11 @@ from slime.models.hf_shape import read_shape
 from slime.models.lora import LoraConfig
 from slime.ray.run.cluster import node_address
 from slime.utils import accelerator
+from slime.weight_sync import TRANSPORTS, TrainerSide, with_adapter
 from slime.weight_sync.probe import probe_ids
 from slime.weight_sync.quantize import Quantizer, find_quantizer
 from slime.weight_sync.root_hash import RootProof
 from slime.weight_sync.session import OtherWeights, TrainerRanks, WeightUpdate
-from slime.weight_sync.transports import TRANSPORTS, TrainerSide, with_adapter
 from slime.weight_sync.updater import Updater
 
 # Median difference of log-probs, in nats, that rounding may cause: in fp32, 16 bits, and with quantized weights.

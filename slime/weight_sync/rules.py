@@ -1,6 +1,6 @@
 """Rules about how weights reach the engines.
 
-Called by ``slime.ray.arguments`` after the flags are resolved. ``transports`` holds the rules of each transport,
+Called by ``slime.ray.arguments`` after the flags are resolved. The package's file holds the rules of each transport,
 ``slime.config.check.cluster`` checks that the flags it requires are given.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from slime.config import groups
 from slime.config.groups import flag_of
 from slime.models.config_json import read_model_config
-from slime.weight_sync.transports import TRANSPORTS
+from slime.weight_sync import TRANSPORTS
 
 _SENDABLE = ("fp8", "compressed-tensors")
 

@@ -61,7 +61,7 @@ _ONE_NODE = ("SLIME_HOST_IP", FORK_SERVER)
 # Among them are modules that Ray imports, except pyarrow, which starts a thread.
 _ALL: tuple[str, ...] = ("torch", "torch._dynamo", "transformers")
 _ALL += ("pydantic.v1", "requests", "google.protobuf.json_format", "jsonschema")
-_TRAINER = ("slime.weight_sync.transports",)
+_TRAINER = ("slime.weight_sync",)
 _WORKER: tuple[str, ...] = (
     "transformers.models.auto.tokenization_auto",
     "slime.rollout.sglang_rollout",

@@ -17,9 +17,8 @@ from slime.config.plan import build
 from slime.config.plan.render import render
 from slime.ray.arguments import GROUPS
 from slime.ray.weight_updater import weight_updater
-from slime.weight_sync import rules
+from slime.weight_sync import TRANSPORTS, TrainerSide, Transport, rules
 from slime.weight_sync.session import WeightUpdate
-from slime.weight_sync.transports import TRANSPORTS, TrainerSide, Transport
 from tests.unit.config.tiny_command import TinyCommand, make_command
 
 
