@@ -15,9 +15,9 @@ from tests.architecture.sources import ROOT, Module, modules
 
 # Name of a measure -> today's number. Measures in LEAST must not fall below it, all others must not exceed it.
 LIMITS: dict[str, float] = {
-    "files": 341,
-    "lines": 76962,
-    "small files, %": 14.66,
+    "files": 329,
+    "lines": 76868,
+    "small files, %": 13.07,
     "functions that take args, %": 2.99,
     "writes to args": 0,
     "getattr and hasattr per 1000 lines": 0.86,
