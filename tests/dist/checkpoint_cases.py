@@ -175,8 +175,13 @@ def measure(rank: int, world_size: int, hf: str, args: dict[str, Any], how: str,
     }
 
 
-def run_and_save_as_before(rank: int, world_size: int, hf: str, args: dict[str, Any]) -> dict[str, Any]:
-    """Train on two rollouts, then save as version 0.1 did: gathered states, in the files of Megatron's writer."""
+def run_and_save_as_megatron(
+    rank: int, world_size: int, hf: str, args: dict[str, Any], sharding: str
+) -> dict[str, Any]:
+    """Train on two rollouts, then save as Megatron does: the optimizer's states as ``sharding``, in its writer's files.
+
+    Version 0.1 saved as ``fully_reshardable``, and Megatron's default is ``dp_reshardable``.
+    """
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.dist_checkpointing.strategies.base import StrategyAction, get_default_strategy
@@ -192,8 +197,9 @@ def run_and_save_as_before(rank: int, world_size: int, hf: str, args: dict[str, 
     ready, directory = trainer._ready, Path(args["save"]) / "iter_0000001"
     directory.mkdir(parents=True, exist_ok=True)
     dist.barrier()
+    metadata = {"distrib_optim_sharding_type": sharding}
     content = state._sharded_model(ready.model)
-    content["optimizer"] = ready.optimizer.sharded_state_dict(dict(content), metadata=state._metadata())
+    content["optimizer"] = ready.optimizer.sharded_state_dict(dict(content), metadata=state._metadata() | metadata)
     content["rng_state"] = state._rng_state()
     content |= {"checkpoint_version": 3.0, "iteration": 1, "model_shape": state.describe_shape(trainer._shape)}
     content["opt_param_scheduler"] = ready.scheduler.state_dict()
@@ -201,7 +207,7 @@ def run_and_save_as_before(rank: int, world_size: int, hf: str, args: dict[str, 
     filesystem_async._results_queue = results
     strategy = get_default_strategy(StrategyAction.SAVE_SHARDED, "torch_dist", 1)
     request = dist_checkpointing.save(
-        content, str(directory), strategy, content_metadata=state.SHARDING, async_sharded_save=True
+        content, str(directory), strategy, content_metadata=state.SHARDING | metadata, async_sharded_save=True
     )
     written = {}
     for index, bucket in enumerate(request.async_fn_args[1] if request.async_fn_args else ()):

@@ -70,13 +70,32 @@ def test_weights_that_one_pipeline_stage_cannot_read_are_an_error_on_all(
         assert errors == [f"rank {stage} cannot read a {problem}"] * 2
 
 
-@pytest.mark.parametrize(("saved", "loaded"), [("dp2", "tp2-sp"), ("pp2", "dp2")])
-def test_a_checkpoint_of_an_older_version_continues_on_another_layout(
-    saved: str, loaded: str, ranks: ForkServer, hf: Path, uninterrupted: dict[str, torch.Tensor], tmp_path: Path
+_AS_MEGATRON = "tests.dist.checkpoint_cases:run_and_save_as_megatron"
+_IN_BUCKETS = "dp_reshardable"
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded", "sharding"),
+    [
+        ("dp2", "tp2-sp", "fully_reshardable"),
+        ("pp2", "dp2", "fully_reshardable"),
+        ("dp2", "one", _IN_BUCKETS),
+        ("one", "dp2", _IN_BUCKETS),
+        ("pp2", "pp2", _IN_BUCKETS),
+    ],
+)
+def test_a_checkpoint_of_megatrons_writer_continues(
+    saved: str,
+    loaded: str,
+    sharding: str,
+    ranks: ForkServer,
+    hf: Path,
+    uninterrupted: dict[str, torch.Tensor],
+    tmp_path: Path,
 ) -> None:
     size, layout = _LAYOUTS[saved]
     args = _COMMON | layout | {"save": str(tmp_path)}
-    first = ranks.run("tests.dist.checkpoint_cases:run_and_save_as_before", size, hf=str(hf), args=args)
+    first = ranks.run(_AS_MEGATRON, size, hf=str(hf), args=args, sharding=sharding)
     size, layout = _LAYOUTS[loaded]
     for result in ranks.run(
         _CASE, size, hf=str(hf), args=_COMMON | layout | {"load": str(tmp_path)}, rollouts=[2], save_after=[]
@@ -85,6 +104,19 @@ def test_a_checkpoint_of_an_older_version_continues_on_another_layout(
         assert all(torch.equal(result["weights_at_start"][name], value) for name, value in first[0]["weights"].items())
         for name, value in uninterrupted.items():
             assert torch.allclose(result["weights"][name], value, rtol=0, atol=2e-6), name
+
+
+def test_a_checkpoint_with_states_in_buckets_names_the_layouts_that_it_fits(
+    ranks: ForkServer, hf: Path, tmp_path: Path
+) -> None:
+    ranks.run(_AS_MEGATRON, 1, hf=str(hf), args=_COMMON | {"save": str(tmp_path)}, sharding=_IN_BUCKETS)
+    size, layout = _LAYOUTS["pp2"]
+    args = _COMMON | layout | {"load": str(tmp_path)}
+    for result in ranks.run(_CASE, size, hf=str(hf), args=args, rollouts=[2], save_after=[]):
+        print(result["error"])
+        assert "(dp_reshardable, Megatron's default) fit only the layout" in result["error"]
+        assert "--no-load-optim" in result["error"]
+        assert len(result["error"]) < 1500, "the names of all tensors are not listed"
 
 
 _TP2_DP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
@@ -215,6 +247,22 @@ def test_a_model_with_experts_continues_on_another_layout(
         assert result["start"] == 1
         for name, value in first[0]["weights"].items() if with_optimizer else ():
             assert torch.allclose(result["weights"][name], value, rtol=0, atol=2e-5), name
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next"])
+def test_states_in_buckets_of_a_model_with_experts_continue(
+    family: str, ranks: ForkServer, experts: Path, tmp_path: Path
+) -> None:
+    """Megatron has an optimizer for the experts beside the other one."""
+    hf = str(experts / family)
+    size, layout = _EXPERTS["ep2"]
+    args = _COMMON | layout | {"save": str(tmp_path)}
+    (whole, *_) = ranks.run(_CASE, size, hf=hf, args=args | {"save": None}, rollouts=[0, 1, 2], save_after=[])
+    ranks.run(_AS_MEGATRON, size, hf=hf, args=args, sharding=_IN_BUCKETS)
+    for result in ranks.run(_CASE, size, hf=hf, args=args | {"load": str(tmp_path)}, rollouts=[2], save_after=[]):
+        assert (result["error"], result["start"]) == ("", 2)
+        for name, value in whole["weights"].items():
+            assert torch.allclose(result["weights"][name], value, rtol=0, atol=2e-6), name
 
 
 def test_an_optimizer_that_was_saved_with_expert_parallelism_names_the_way_out_without_it(

@@ -49,6 +49,11 @@ _STEP_FLAGS = {
     "--opd-teacher-load": "--opd-teacher-ckpt-step",
 }
 _NAMED = 4  # damaged files in one message
+_ABSENT = re.compile(r"(\S+) from model not in state dict|Missing key in checkpoint state_dict: (\S+)\.")
+_WITHOUT = {
+    "optimizer.": " (--no-load-optim loads the weights without the optimizer)",
+    "rng_state": " (--no-load-rng starts new random number generators from --seed)",
+}
 
 DAMAGE = (OSError, KeyError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError)
 """Raised by torch when it reads a damaged file."""
@@ -355,6 +360,10 @@ def _text(error: BaseException) -> str:
     """The error in words for the user."""
     if refused := re.search(r"GLOBAL (\S+) (was not allowed|whose module)", str(error)):
         return f"a file of it (.metadata, common.pt or a shard) names {refused[1]}, which would run when it is read"
+    if absent := _ABSENT.search(str(error)):  # torch's message lists all tensors that the checkpoint has
+        name = (absent[1] or absent[2]).lstrip("\"'")
+        hints = (text for prefix, text in _WITHOUT.items() if name.startswith(prefix))
+        return f"it has no {name}{next(hints, '')}"
     if _is_of_unpickling(error):
         # torch's message advises to unpickle without its safeguard, which never helps with a damaged file
         return "a file of it is damaged (.metadata, common.pt or a shard): its content is not what was saved"

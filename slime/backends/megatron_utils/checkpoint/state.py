@@ -42,6 +42,7 @@ SHARDING = {
 }
 
 _TYPE = "param_state_sharding_type"
+_IN_BUCKETS = "dp_reshardable"
 
 _EXTRA_STATE = re.compile(r"\._extra_state\d*$")
 """Names of FP8 scales. Only Transformer Engine's modules have them."""
@@ -86,15 +87,22 @@ class CheckpointContent:
     has_rng: bool = True
 
 
-def sharded_state(state: TrainState, content: CheckpointContent, *, is_loading: bool) -> dict[str, Any]:
-    """Weights, or adapters, and optionally optimizer and random number generators, as Megatron saves and loads them."""
+def sharded_state(
+    state: TrainState, content: CheckpointContent, *, is_loading: bool, sharding: str = _FORMAT
+) -> dict[str, Any]:
+    """Weights, or adapters, and optionally optimizer and random number generators, as Megatron saves and loads them.
+
+    Args:
+        sharding: of the optimizer's states in the files.
+    """
     sharded = _sharded_model(state.model, adapters_only=state.adapter is not None)
     if content.has_optimizer:
         # ``shard_files.sliced_states``, which writes the format of the files without gathering
-        metadata = _metadata() | {"distrib_optim_sharding_type": "fully_sharded_model_space"}
+        slices = "fully_sharded_model_space" if sharding == _FORMAT else sharding
+        metadata = _metadata() | {"distrib_optim_sharding_type": slices}
         optimizer = state.optimizer.sharded_state_dict(dict(sharded), is_loading=is_loading, metadata=metadata)
         for part in _sliced_parts(optimizer):
-            part[_TYPE] = _FORMAT
+            part[_TYPE] = sharding
         sharded["optimizer"] = optimizer
     if content.has_rng:
         sharded["rng_state"] = _rng_state()
@@ -109,7 +117,8 @@ def load_training_state(state: TrainState, shape: ModelShape, source: Source, co
     Raises:
         ConfigError: the checkpoint is damaged, of another model, or lacks what ``content`` asks for.
     """
-    sharded = sharded_state(state, content, is_loading=True)
+    sharding = _saved_sharding(source)
+    sharded = sharded_state(state, content, is_loading=True, sharding=sharding)
     if content.has_rng and _is_of_another_layout(sharded["rng_state"], source):
         del sharded["rng_state"]
         content = dataclasses.replace(content, has_rng=False)
@@ -117,7 +126,12 @@ def load_training_state(state: TrainState, shape: ModelShape, source: Source, co
             "%s was saved on another tensor- or pipeline-parallel layout: random number generators start from --seed.",
             source.directory,
         )
-    loaded = _load(source, shape, sharded)
+    try:
+        loaded = _load(source, shape, sharded)
+    except ConfigError as error:
+        if content.has_optimizer and sharding == _IN_BUCKETS:
+            raise ConfigError([*error.problems, _fits_one_layout(source)]) from None
+        raise
     _fill_model(state.model, loaded, strict=state.adapter is None)
     if content.has_optimizer:
         given = [{name: group[name] for name in _SETTINGS & group.keys()} for group in state.optimizer.param_groups]
@@ -209,9 +223,28 @@ def _sliced_parts(optimizer_state: dict[Any, Any]) -> Iterator[dict[str, Any]]:
     yield from (part for part in parts if isinstance(part, dict) and _TYPE in part)
 
 
+def _saved_sharding(source: Source) -> str:
+    """How Megatron divided the optimizer's states: its default is in buckets of the data-parallel group."""
+    try:
+        saved = dist_checkpointing.load_common_state_dict(source.directory).get("optimizer", {})
+    except _DAMAGED:  # loading reports the damage
+        return _FORMAT
+    is_in_buckets = any(part[_TYPE] == _IN_BUCKETS for part in _sliced_parts(saved))
+    return _IN_BUCKETS if is_in_buckets else _FORMAT
+
+
+def _fits_one_layout(source: Source) -> str:
+    return (
+        f"{source.flag} {source.directory}: the states of its optimizer ({_IN_BUCKETS}, Megatron's default) fit only "
+        "the layout they were saved on: the same tensor, pipeline and expert parallelism. Load them on that layout, "
+        "have them saved with --dist-ckpt-optim-fully-reshardable, or give --no-load-optim to load the weights alone."
+    )
+
+
 def _fill_optimizer(optimizer: Any, loaded: Any, source: Source) -> None:
     for part in _sliced_parts(loaded):
-        part.pop("param_state", None)  # is loaded in place
+        if part[_TYPE] == _FORMAT:
+            part.pop("param_state", None)  # is loaded in place
     try:
         optimizer.load_state_dict(loaded)
     except KeyError as error:  # Megatron has a second optimizer for divided experts
