@@ -199,3 +199,18 @@ def test_an_object_in_a_shard_cannot_run_code(tmp_path: Path) -> None:
     with pytest.raises(pickle.UnpicklingError, match="posix"):
         load_plain(stream)
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("saved_without", "loads"), [("no_save_optim", "no_load_optim"), ("no_save_rng", "no_load_rng")]
+)
+def test_a_missing_part_of_a_checkpoint_names_the_flag_that_starts_without_it(
+    saved: tuple[Path, Path], tmp_path: Path, saved_without: str, loads: str
+) -> None:
+    args = make_args(saved[0], save=str(tmp_path / "run"), **{saved_without: True})
+    trainer = MegatronTrainer(args, rank=0, world_size=1, with_ref=False)
+    trainer.setup()
+    trainer.save(0)
+    with pytest.raises(ConfigError, match=f"it has no .* \\(--{loads.replace('_', '-')} "):
+        _start(saved[0], load=str(tmp_path / "run"))
+    assert _start(saved[0], load=str(tmp_path / "run"), **{loads: True}) == 1
