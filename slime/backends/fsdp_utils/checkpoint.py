@@ -31,7 +31,14 @@ from slime.backends.training import checkpoint_files as files
 from slime.backends.training.adapter_files import ADAPTER
 from slime.backends.training.checkpoint_files import checksums_of, written_by
 from slime.backends.training.checkpoint_source import DAMAGE, Source, causes_of, unfit, unreadable
-from slime.backends.training.pieces import Piece, generator_states, set_generators, write
+from slime.backends.training.pieces import (
+    Piece,
+    PlainPlanner,
+    PlainReader,
+    generator_states,
+    set_generators,
+    write,
+)
 from slime.utils.distributed_utils import do_on_first_rank, files_group
 from slime.utils.errors import ConfigError, SlimeError, kept, named
 
@@ -153,7 +160,8 @@ def _tensors(state: TrainState, *, has_optimizer: bool) -> dict[str, Any]:
 
 def _read(tensors: dict[str, Any], source: Source) -> None:
     try:
-        state_dict_loader.load(tensors, checkpoint_id=source.directory, process_group=files_group())
+        reader = PlainReader(source.directory)
+        state_dict_loader.load(tensors, storage_reader=reader, planner=PlainPlanner(), process_group=files_group())
     except CheckpointException as error:
         raise unfit(source, error) from None
 

@@ -123,7 +123,8 @@ def repair_readers_that_run_code() -> None:
     from megatron.core.dist_checkpointing.strategies import common
     from megatron.core.dist_checkpointing.strategies import torch as sharded
 
-    from slime.backends.megatron_utils.checkpoint.shard_files import PlainReader, load_common
+    from slime.backends.megatron_utils.checkpoint.shard_files import load_common
+    from slime.backends.training.pieces import PlainReader
 
     sharded.FileSystemReader = PlainReader
     common.TorchCommonLoadStrategy.load_common = lambda _, directory: load_common(directory)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -161,6 +163,27 @@ def test_a_checkpoint_that_does_not_fit_is_refused_with_its_name(checkpoint: Pat
     damaged.write_bytes(damaged.read_bytes()[:100])
     with pytest.raises(ConfigError, match=r"is not a complete checkpoint: .*distcp has 100 bytes"):
         _trainer(checkpoint, load=str(tmp_path / "whole"))
+
+
+class _Call:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+def test_a_checkpoint_cannot_run_code(checkpoint: Path, tmp_path: Path) -> None:
+    save, trace = tmp_path / "save", tmp_path / "ran"
+    _trainer(checkpoint, save=str(save)).save(0)
+    directory = save / "iter_0000000"
+    (directory / "manifest.json").unlink()
+    metadata = pickle.loads((directory / ".metadata").read_bytes())
+    metadata.planner_data = _Call(trace)
+    (directory / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(ConfigError, match=r"names posix\.mkdir, which would run when it is read"):
+        _trainer(checkpoint, load=str(save))
+    assert not trace.exists()
 
 
 def test_a_save_that_fails_leaves_the_checkpoint_before_it(

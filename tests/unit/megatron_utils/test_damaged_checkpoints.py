@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from slime.backends.megatron_utils.actor import MegatronTrainer
+from slime.backends.training.pieces import load_plain
 from slime.utils.errors import ConfigError
 from tests.unit.megatron_utils.tiny_trainer import make_args, make_batch, make_hf_model
 
@@ -191,8 +192,6 @@ def test_a_checkpoint_cannot_run_code(saved: tuple[Path, Path], run: Path, tmp_p
 
 
 def test_an_object_in_a_shard_cannot_run_code(tmp_path: Path) -> None:
-    from slime.backends.megatron_utils.checkpoint.shard_files import load_plain
-
     stream = io.BytesIO()
     torch.save({"state": _Call(tmp_path / "ran")}, stream)
     stream.seek(0)

@@ -5,8 +5,6 @@
     finish   rank 0 writes ``.metadata``: where each tensor is
     read     each rank reads its parts into the live tensors
 
-``.metadata``, ``common.pt`` and the objects in the shards are pickles, which can call any function. Here they cannot.
-
 Nothing here uses a device for communication: ranks exchange lists in the gloo group for files.
 
 The states of Megatron's sharded optimizer are parts of whole tensors, without gathering or copying them. A
@@ -21,17 +19,13 @@ form load on any layout.
 
 from __future__ import annotations
 
-import functools
 import io
-import logging
 import math
-import pickle
 from collections.abc import Iterator, Mapping
-from dataclasses import is_dataclass, replace
-from enum import Enum
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -53,27 +47,17 @@ from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAM
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     distribute_main_replicas_with_precomputed_distribution,
 )
-from torch.distributed.checkpoint._nested_dict import set_element  # type: ignore[attr-defined]
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_loader import load_state_dict
 from torch.distributed.checkpoint.storage import WriteResult
 
 from slime.backends.megatron_utils.precision import readable
-from slime.backends.training.pieces import Piece
+from slime.backends.training.pieces import Piece, PlainPlanner, PlainReader, load_plain
 from slime.utils.distributed_utils import do_on_first_rank, files_group
 
-logger = logging.getLogger(__name__)
-
-_GETATTR = "builtins.getattr"  # how a pickle names a class inside of another
 _MAX_BYTES = 128 * 1024**2  # of a tensor in a file: the writer holds one per file in host memory
 
 
@@ -209,51 +193,8 @@ class LocalReader(torch_strategy.TorchDistLoadShardedStrategy):
         return loaded
 
 
-class PlainReader(FileSystemReader):
-    """Reads the metadata without running code that it may name."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """As that of the base class.
-
-        Raises:
-            pickle.UnpicklingError: it has objects of other classes than a checkpoint's.
-        """
-        with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
-            metadata: Metadata = _MetadataUnpickler(file).load()
-        metadata.storage_meta = metadata.storage_meta or StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
-
-
-_OF_METADATA = {
-    "builtins": ("frozenset", "set", "slice"),
-    "collections": ("OrderedDict", "defaultdict"),
-    "pathlib": ("Path", "PosixPath", "PurePosixPath"),
-    "torch": ("Size",),
-    "torch.serialization": ("_get_layout",),
-}
-"""Module -> what metadata may name in it, besides data types."""
-_HAVE_RECORDS = ("torch.distributed.checkpoint.", "torch.distributed._shard.", "megatron.core.dist_checkpointing.")
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """Makes plain values, and the records (dataclasses and enums) of the modules that write checkpoints."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if name in _OF_METADATA.get(module, ()) or (
-            module == "torch" and isinstance(vars(torch).get(name), torch.dtype)
-        ):
-            return super().find_class(module, name)
-        if module.startswith(_HAVE_RECORDS) and name.isidentifier():
-            found = super().find_class(module, name)
-            if isinstance(found, type) and (is_dataclass(found) or issubclass(found, Enum)):
-                return found
-        raise pickle.UnpicklingError(f"Unsupported global: GLOBAL {module}.{name} was not allowed")
-
-
 class _Planner(torch_strategy.MCoreLoadPlanner):
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        set_element(self.original_state_dict, self.mappings[read_item.dest_index.fqn], load_plain(value))
+    load_bytes = PlainPlanner.load_bytes
 
 
 def load_common(directory: str | Path) -> Any:
@@ -261,42 +202,6 @@ def load_common(directory: str | Path) -> Any:
     path = Path(directory) / COMMON_STATE_FNAME
     with path.open("rb") as file:
         return load_plain(file, str(path))
-
-
-def load_plain(file: BinaryIO, name: str = "a checkpoint") -> Any:
-    """Load what ``torch.save`` has written, without running code that it may name.
-
-    Objects of classes that neither torch nor Megatron knows are left empty, with a warning: checkpoints of other
-    programs have their flags in them.
-
-    Raises:
-        pickle.UnpicklingError, ValueError, RuntimeError: the content is damaged, or it calls a function.
-    """
-    # a class inside of another is named by a call of getattr
-    nested = "builtins.getattr"
-    unknown = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file))
-    if unknown:
-        _warn(f"{name} has objects of {', '.join(x for x in unknown if x != nested)}, which are left empty.")
-    empty: list[Any] = [((lambda *_: _Empty) if each == nested else _Empty, each) for each in unknown]
-    file.seek(0)
-    with torch.serialization.safe_globals(empty):
-        return torch.load(file, map_location="cpu", weights_only=True)
-
-
-@functools.cache
-def _warn(text: str) -> None:
-    logger.warning("%s", text)  # common.pt is read twice
-
-
-class _Empty:
-    """In place of an object of an unknown class: takes any content, and forgets it."""
-
-    def __new__(cls, *_: Any, **__: Any) -> _Empty:
-        return super().__new__(cls)
-
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-
-    def __setstate__(self, _: Any) -> None: ...
 
 
 def sliced_states(
