@@ -194,6 +194,8 @@ def read_manifest(directory: Path) -> Manifest | None:
 def what_is_torn(directory: Path) -> str | None:
     """The reason why ``directory`` is not a complete checkpoint, as the end of a sentence. None if it is complete."""
     if not (directory / "metadata.json").is_file():
+        if next(directory.glob("mp_rank_*"), None):
+            return "it has Megatron's older format, torch: save it with --ckpt-format torch_dist"
         return "metadata.json is missing"
     try:
         manifest = read_manifest(directory)

@@ -213,3 +213,12 @@ def test_a_missing_part_of_a_checkpoint_names_the_flag_that_starts_without_it(
     with pytest.raises(ConfigError, match=f"it has no .* \\(--{loads.replace('_', '-')} "):
         _start(saved[0], load=str(tmp_path / "run"))
     assert _start(saved[0], load=str(tmp_path / "run"), **{loads: True}) == 1
+
+
+def test_a_checkpoint_in_the_older_format_of_megatron_names_the_one_that_is_read(
+    saved: tuple[Path, Path], tmp_path: Path
+) -> None:
+    (tmp_path / "iter_0000001/mp_rank_00").mkdir(parents=True)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("1")
+    with pytest.raises(ConfigError, match=f"--ref-load {tmp_path}.*iter_0000001.*--ckpt-format torch_dist"):
+        _start(saved[0], ref_load=str(tmp_path))
