@@ -142,7 +142,7 @@ def _run(loop: Callable[[Namespace], None], flags: Mapping[str, Any], *, is_asyn
     if args is None or problems:
         raise ConfigError(problems)
     # Ray and torch take seconds to import: wrong flags are reported before.
-    from slime.observability.run_log import driver_logs
+    from slime.observability.logging_utils import driver_logs
     from slime.observability.tracking import run_directory
     from slime.ray.run.main import run_arguments
     from slime.utils.async_utils import interruptible

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from rich.console import Console
 from rich.text import Text
 
-from slime.observability.run_log import plain
+from slime.observability.logging_utils import plain
 from slime.observability.terminal import WIDE
 
 _FONTS = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)

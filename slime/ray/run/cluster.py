@@ -25,7 +25,7 @@ from ray._private import parameter, services, utils
 
 from slime.config.plan.memory import LARGEST_ROUNDED
 from slime.observability.console import START
-from slime.observability.run_log import RUN_LOG
+from slime.observability.logging_utils import RUN_LOG
 from slime.ray.engines.preloading import (
     FORK_SERVER_LOG,
     NCCL,
@@ -77,8 +77,8 @@ _TOKEN_LOGGER = "ray._private.authentication.authentication_token_setup"
 def running_cluster(args: Namespace) -> Iterator[None]:
     """Connect to Ray, or start it, for the block. An embedded cluster always stops at its end.
 
-    Lines of the actors go to ``run.log`` (``slime.observability.run_log``). Temporary files of an embedded cluster and
-    its processes are in one folder, which is deleted after the block.
+    Lines of the actors go to ``run.log``. Temporary files of an embedded cluster and its processes are in one folder,
+    which is deleted after the block.
     """
     RUN_LOG.shows_prints = args.debug_rollout_only
     if ray.is_initialized():

@@ -8,7 +8,7 @@ from pathlib import Path, PurePath
 from slime.models.cost import num_parameters
 from slime.models.hf_shape import read_shape
 from slime.observability.console import counted, joined, shown_path
-from slime.observability.run_log import FILE
+from slime.observability.logging_utils import LOG_FILE
 from slime.observability.terminal import TERMINAL
 from slime.utils import accelerator
 from slime.utils.errors import ConfigError
@@ -80,6 +80,6 @@ def print_header(shown: HeaderArgs, run: Path) -> None:
     task = None if shown.task is None else f"task {shown.task}"
     about = (command, run.name, task, shown.objective, shown.model, shown.processes)
     folder = shown_path(run)
-    places = (f"folder {folder}", f"board: slime board {folder}", f"full log: {shown_path(run / FILE)}")
+    places = (f"folder {folder}", f"board: slime board {folder}", f"full log: {shown_path(run / LOG_FILE)}")
     for line in (*joined(filter(None, about), TERMINAL.width), *joined(places, TERMINAL.width)):
         TERMINAL.line(line)

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from slime.backends.training.arguments import CheckpointArgs
 from slime.backends.training.rules import nothing_left
 from slime.config.groups import RunConfig, from_args
-from slime.observability.run_log import driver_logs
+from slime.observability.logging_utils import driver_logs
 from slime.observability.tracking import run_directory
 from slime.ray.engines.preloading import imports_begun
 from slime.ray.run.header import HeaderArgs, print_header

@@ -22,7 +22,7 @@ from slime.backends.training.checkpoint_source import inspect_checkpoint
 from slime.config.arguments import FaultToleranceArgs
 from slime.config.groups import RunConfig
 from slime.observability.arguments import WandbArgs
-from slime.observability.run_log import RUN_LOG
+from slime.observability.logging_utils import RUN_LOG
 from slime.ray.watch.failure_report import message_of
 from slime.rollout.arguments import GenerationArgs
 from slime.utils.async_utils import Interrupted, interruptible

@@ -17,7 +17,7 @@ from slime.config.arguments import ClusterArgs
 from slime.config.groups import RunConfig
 from slime.data.schedule import WEIGHTS, WeightHistory, read_schedule
 from slime.observability.console import START, Console, ConsoleArgs
-from slime.observability.run_log import FILE, RUN_LOG
+from slime.observability.logging_utils import LOG_FILE, RUN_LOG
 from slime.observability.tracking import create_tracker, run_directory
 from slime.ray.actor_group import start_trainers
 from slime.ray.data_buffer import DataBufferClient, create_data_buffer
@@ -98,7 +98,7 @@ def _create_handles(config: RunConfig) -> tuple[RunHandles, Mapping[str, GpuSlot
         slots = create_placement_groups(args)
         made.callback(release_placement_groups, slots)
         directory = run_directory(args)
-        RUN_LOG.open(directory / FILE)
+        RUN_LOG.open(directory / LOG_FILE)
         data_buffer, ledger = create_data_buffer(config, directory)
         made.callback(data_buffer.kill)
         progress = Progress(directory, ledger=str(ledger))

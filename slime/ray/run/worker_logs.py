@@ -18,7 +18,7 @@ from typing import Any
 
 from ray._private.ray_logging import global_worker_stdstream_dispatcher as ray_lines
 
-from slime.observability.run_log import RUN_LOG
+from slime.observability.logging_utils import RUN_LOG
 from slime.observability.terminal import TERMINAL
 
 _FILES = ("worker-*.out", "worker-*.err", "raylet.err", "gcs_server.err")

@@ -30,7 +30,7 @@ from ray._private.state import actors  # Ray has no public call for this without
 from ray.autoscaler.v2.sdk import get_cluster_status
 from ray.exceptions import ObjectStoreFullError, OutOfDiskError, RayActorError, RayTaskError
 
-from slime.observability.run_log import RUN_LOG
+from slime.observability.logging_utils import RUN_LOG
 from slime.ray.watch.heartbeat import STACK_SIGNAL, ProcessInfo, myself, process_of, processes_of
 from slime.utils.async_utils import Deadline
 from slime.utils.errors import DeadlineExceeded, ProcessDied, SlimeError, reported

@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.observability import run_log
-from slime.observability.logging_utils import LineFormatter
-from slime.observability.run_log import RunLog, driver_logs
+from slime.observability.logging_utils import RUN_LOG, LineFormatter, RunLog, driver_logs
 
 INFO = "[2026-11-23 07:00:00 train-0] INFO actor.py:103 - trainer ready"
 WARNING = "[2026-11-23 07:00:00 train-{rank}] WARNING step.py:5 - rank {rank} skipped a step"
@@ -75,7 +73,7 @@ def test_records_of_the_driver_go_to_the_file_and_warnings_to_the_terminal(
     logger, root = logging.getLogger("slime.some.room"), logging.getLogger()
     before = root.handlers[:]
     with driver_logs():
-        run_log.RUN_LOG.open(tmp_path / "run.log")
+        RUN_LOG.open(tmp_path / "run.log")
         logger.info("quiet")
         logger.warning("two\nlines")
     assert root.handlers == before

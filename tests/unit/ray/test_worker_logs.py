@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from ray._private.ray_logging import global_worker_stdstream_dispatcher as ray_lines
 
-from slime.observability import run_log
+from slime.observability.logging_utils import RUN_LOG
 from slime.ray.run.worker_logs import WorkerLogs, followed, received
 from tests.limits import Limit
 
@@ -19,9 +19,9 @@ WARNING = "[2026-11-23 07:00:00 rollout] WARNING collect.py:3 - short of time"
 @pytest.fixture(autouse=True)
 def log(tmp_path: Path) -> Iterator[Path]:
     path = tmp_path / "run.log"
-    run_log.RUN_LOG.open(path)
+    RUN_LOG.open(path)
     yield path
-    run_log.RUN_LOG.close()
+    RUN_LOG.close()
 
 
 def test_lines_carry_the_class_and_pid_of_their_actor(tmp_path: Path, log: Path) -> None:
