@@ -2,7 +2,7 @@
 
 ``configure_logger`` is called once per process by the drivers and every actor. ``run.log`` in the run's folder has
 every line that the driver and the actors of a run log or print. Lines of actors come from
-``slime.ray.run.worker_logs``. Warnings and errors also go to the terminal, without the time. A warning that several
+``slime.ray.run.cluster``. Warnings and errors also go to the terminal, without the time. A warning that several
 processes log, such as all ranks of a trainer, is shown once. Engines and routers have a log each in the folder
 ``engines``.
 

@@ -10,7 +10,7 @@ import pytest
 from ray._private.ray_logging import global_worker_stdstream_dispatcher as ray_lines
 
 from slime.observability.logging_utils import RUN_LOG
-from slime.ray.run.worker_logs import WorkerLogs, followed, received
+from slime.ray.run.cluster import WorkerLogs, followed, received
 from tests.limits import Limit
 
 WARNING = "[2026-11-23 07:00:00 rollout] WARNING collect.py:3 - short of time"
@@ -64,7 +64,7 @@ def test_what_is_written_last_is_read_after_the_block(tmp_path: Path, log: Path)
 def test_lines_of_other_nodes_come_without_rays_prefix(
     log: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slime.ray.run.worker_logs._DRAIN_S", 0.0)
+    monkeypatch.setattr("slime.ray.run.cluster._DRAIN_S", 0.0)
     ray_lines.add_handler("ray_print_logs", print)
     try:
         with received():
