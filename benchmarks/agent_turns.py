@@ -28,8 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.one_engine import one_engine
 from slime.agent.adapters import OpenAIAdapter, common
-from slime.agent.aiohttp_threaded import run_app_in_thread
 from slime.agent.rendering import TurnRenderer
+from slime.agent.service import run_app_in_thread
 from slime.data.processing import load_tokenizer
 from slime.data.sample import Sample
 from slime.new.tiny_model import ModelShape, make_tiny_model

@@ -45,7 +45,7 @@ from aiohttp import web
 
 from benchmarks.chaos import PAGE, check_ledger, flags_for
 from benchmarks.marked_part import with_part
-from slime.agent.aiohttp_threaded import run_app_in_thread
+from slime.agent.service import run_app_in_thread
 from slime.data.schedule import WEIGHTS
 from tests.doc_commands import shown_flags
 from tests.e2e.faults import PHASES, PROCESSES, Broken

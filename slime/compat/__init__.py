@@ -147,6 +147,7 @@ slime.rollout.rm_hub.gpqa = slime.rollout.rm_hub.rules
 slime.rollout.sample_hooks = slime.rollout.custom_generate
 slime.rollout.rm_hub.math_dapo_utils = slime.rollout.rm_hub.rules
 slime.rollout._fanout_test_helpers = slime.testing.fakes
+slime.agent.aiohttp_threaded = slime.agent.service
 slime.agent.harness.common = slime.agent.harness
 slime.utils.external_utils
 slime.utils.external_utils.command_utils = slime.compat.command_utils

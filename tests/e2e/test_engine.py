@@ -24,7 +24,7 @@ from examples.tiny import tools
 from examples.tiny.tools import make_tool_model
 from examples.tiny.vision import as_text, make_vision_model
 from slime.agent.adapters import AnthropicAdapter, OpenAIAdapter
-from slime.agent.aiohttp_threaded import run_app_in_thread
+from slime.agent.service import run_app_in_thread
 from slime.agent.trajectory import TurnRecord
 from slime.algorithms.logprobs import SamplingMask, log_probs_and_entropy
 from slime.backends.sglang_utils.engine import EngineSpec, SGLangEngine

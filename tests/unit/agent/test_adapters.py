@@ -22,8 +22,8 @@ from slime.agent.adapters.anthropic import _translate_messages as from_anthropic
 from slime.agent.adapters.common import flatten_content
 from slime.agent.adapters.openai import _tools_to_chat_tools
 from slime.agent.adapters.openai import _translate_messages as from_openai
-from slime.agent.aiohttp_threaded import AppHandle, run_app_in_thread
 from slime.agent.parsing import as_object
+from slime.agent.service import AppHandle, run_app_in_thread
 from slime.data.sample import Sample
 from slime.observability.trace_export import otlp_spans
 from slime.observability.trace_utils import bind_trace, trace_span

@@ -17,7 +17,7 @@ import pytest
 from aiohttp import web
 from openai import AsyncOpenAI
 
-from slime.agent.aiohttp_threaded import run_app_in_thread
+from slime.agent.service import run_app_in_thread
 from slime.cli import main
 from slime.data.rows import read_file
 from slime.data.sample import Sample
