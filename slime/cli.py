@@ -306,9 +306,8 @@ def _judged_for(device_gib: float | None, host_gib: float | None, *, is_about_ot
 
 def _doctor(words: Sequence[str]) -> int:
     """``slime doctor``. Returns 1 if a check fails."""
-    from slime.doctor import Situation
+    from slime.doctor import Situation, examine, exit_status, render, render_json
     from slime.doctor.command_checks import CHECKS
-    from slime.doctor.run import examine, exit_status, render, render_json
 
     parser = _parser("doctor", "[option ...] [<train command>]")
     parser.add_argument("--deep", action="store_true", help="also import the engines and compute on the device")

@@ -19,8 +19,7 @@ from slime.backends.sglang_utils.engine import SGLangEngine
 from slime.backends.sglang_utils.external import ExternalEngine, discover_external_engines, get_server_info
 from slime.backends.sglang_utils.server_args import build_argv, server_env
 from slime.backends.training.arguments import LoraArgs
-from slime.doctor import Finding, ok
-from slime.doctor.run import examine, exit_status, render, render_json
+from slime.doctor import Finding, examine, exit_status, ok, render, render_json
 from slime.models.config_json import load_model_config, text_part
 from slime.utils import accelerator
 from slime.utils.async_utils import Deadline, wait_until

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slime.config.groups import json_object
-from slime.doctor import Finding, fail
-from slime.doctor.run import examine, exit_status, render, render_json
+from slime.doctor import Finding, examine, exit_status, fail, render, render_json
 from slime.utils.errors import kept, named
 
 _ALL_EPISODES = 20  # times the limit of one episode: a thread that blocks the event loop ends here

@@ -24,7 +24,7 @@ from slime.backends.training.arguments import LoraArgs
 from slime.cli import main
 from slime.data.engine_fields import SAMPLING_MASK
 from slime.data.processing import encode_image_for_rollout_engine
-from slime.doctor import engine_verbs
+from slime.doctor import engine_verbs, examine
 from slime.doctor.engine_answers import (
     Trial,
     images,
@@ -39,7 +39,6 @@ from slime.doctor.engine_answers import (
 from slime.doctor.engine_command import ADAPTER_ALPHA, ADAPTER_RANK, findings_of, trial_of
 from slime.doctor.engine_golden import Golden
 from slime.doctor.engine_verbs import adapters, health, interruptions, weight_updates
-from slime.doctor.run import examine
 from tests.e2e.engines import make_engine
 from tests.e2e.moe_model import make_moe_model
 

@@ -15,8 +15,7 @@ import pytest
 from slime.cli import main
 from slime.config.groups import Notice
 from slime.data.prompts import Dataset
-from slime.doctor import Finding, Situation, command_checks
-from slime.doctor.run import examine, exit_status, render, render_json
+from slime.doctor import Finding, Situation, command_checks, examine, exit_status, render, render_json
 from slime.ray.arguments import parse_only
 from tools.make_tiny_task import TinyTask
 
