@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from slime.algorithms.estimators import ESTIMATORS, default_estimator
+from slime.algorithms import ESTIMATORS, default_estimator
 
 CUDA_CHUNK_ROWS = 1024
 """Default of --log-probs-chunk-size on CUDA. The fp32 chunk of a vocabulary of 152k has 0.6 GB then."""

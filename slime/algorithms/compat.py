@@ -11,9 +11,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from slime.algorithms import credit
+from slime.algorithms import CreditData, credit
 from slime.algorithms.arguments import AlgorithmArgs
-from slime.algorithms.estimators import CreditData
 from slime.algorithms.logprobs import log_probs_and_entropy
 from slime.algorithms.policy_loss import drifted_tokens, sequence_log_ratio
 from slime.algorithms.ppo import chunked_gae, vanilla_gae

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from slime.algorithms import Credit, CreditData, Ragged, find_estimator, formula
 from slime.algorithms.arguments import AlgorithmArgs
-from slime.algorithms.estimators import Credit, CreditData, Ragged, find_estimator, formula
 from slime.algorithms.policy_loss import approx_kl
 from slime.algorithms.ppo import chunked_discounted_returns
 

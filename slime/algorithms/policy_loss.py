@@ -20,8 +20,8 @@ from typing import TypeAlias
 
 import torch
 
+from slime.algorithms import find_estimator, formula
 from slime.algorithms.arguments import AlgorithmArgs
-from slime.algorithms.estimators import find_estimator, formula
 from slime.algorithms.reduce import LossOutput, Reducer, Samples
 
 _LOW_VAR_BOUND = 10.0

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
+from slime.algorithms import Credit, CreditData, Ragged
 from slime.algorithms.arguments import AlgorithmArgs
-from slime.algorithms.estimators import Credit, CreditData, Ragged
 from slime.algorithms.reduce import LossOutput, Reducer, Samples
 
 

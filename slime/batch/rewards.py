@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from slime.algorithms.estimators import default_estimator, find_estimator
+from slime.algorithms import default_estimator, find_estimator
 from slime.data.sample import Sample
 from slime.data.values import reward_number
 from slime.utils.errors import DataError

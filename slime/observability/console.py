@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from slime.algorithms.estimators import find_estimator
+from slime.algorithms import find_estimator
 from slime.observability.sample_record import Example
 from slime.observability.terminal import TERMINAL, Terminal
 

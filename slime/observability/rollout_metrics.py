@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from slime.algorithms.estimators import find_estimator
+from slime.algorithms import find_estimator
 from slime.observability.logging_utils import collecting
 from slime.observability.metric_utils import (
     compute_pass_rate,

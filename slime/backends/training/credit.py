@@ -19,9 +19,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from slime.algorithms import Credit, CreditData, Ragged
 from slime.algorithms import credit as formulas
 from slime.algorithms.arguments import AlgorithmArgs, DistillationArgs, needs_reference
-from slime.algorithms.estimators import Credit, CreditData, Ragged
 from slime.algorithms.policy_loss import Correct, Correction, MakeReducer
 from slime.algorithms.reduce import LossOutput, Reducer, Samples
 from slime.backends.training.context_parallel import WHOLE, Sharding, seen_as

@@ -9,7 +9,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
-from slime.algorithms.estimators import find_estimator
+from slime.algorithms import find_estimator
 from slime.config import groups
 from slime.models.config_json import load_model_config
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from argparse import Namespace
 
-from slime.algorithms.estimators import find_estimator
+from slime.algorithms import find_estimator
 from slime.config import groups
 from slime.models.config_json import read_model_config, text_part
 from slime.utils.errors import ConfigError

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from argparse import Namespace
 
+from slime.algorithms import Estimator, find_estimator
 from slime.algorithms.arguments import needs_reference
-from slime.algorithms.estimators import Estimator, find_estimator
 from slime.config import groups
 from slime.config.groups import flag_of
 from slime.utils import accelerator

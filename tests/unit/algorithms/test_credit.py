@@ -10,10 +10,10 @@ import statistics
 import pytest
 import torch
 
+from slime.algorithms import ESTIMATORS, CreditData
 from slime.algorithms import credit as formulae
 from slime.algorithms.arguments import AlgorithmArgs
 from slime.algorithms.credit import masked_whiten
-from slime.algorithms.estimators import ESTIMATORS, CreditData
 from slime.algorithms.ppo import chunked_discounted_returns, chunked_gae, vanilla_gae
 from tests.unit.algorithms.two_ranks import run_ranks
 from tests.verification import verify

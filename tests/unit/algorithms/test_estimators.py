@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from slime.algorithms.arguments import AlgorithmArgs, DistillationArgs
-from slime.algorithms.credit import group_relative
-from slime.algorithms.estimators import (
+from slime.algorithms import (
     ESTIMATORS,
     Credit,
     CreditData,
@@ -21,6 +19,8 @@ from slime.algorithms.estimators import (
     find_estimator,
     formula,
 )
+from slime.algorithms.arguments import AlgorithmArgs, DistillationArgs
+from slime.algorithms.credit import group_relative
 from slime.algorithms.policy_loss import PolicyTokens, policy_loss
 from slime.algorithms.reduce import Samples
 from slime.backends.training.credit import CustomFunctions, add_credit

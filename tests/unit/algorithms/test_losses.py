@@ -8,9 +8,9 @@ import math
 import pytest
 import torch
 
+from slime.algorithms import CreditData
 from slime.algorithms.arguments import AlgorithmArgs
 from slime.algorithms.credit import group_relative
-from slime.algorithms.estimators import CreditData
 from slime.algorithms.policy_loss import approx_kl, importance_ratio, sft_loss
 from slime.algorithms.ppo import clipped_surrogate
 from slime.algorithms.reduce import count_tokens, make_reducer, segment_sum
