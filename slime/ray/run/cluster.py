@@ -192,9 +192,9 @@ def _init_embedded(slots: int, directory: Path) -> None:
 def _lean_node() -> Iterator[None]:
     """Start Ray without its services that no run uses, inside the block. ``ray.init`` has no parameters for them.
 
-    The monitor of the autoscaler, the log monitor (:class:`WorkerLogs` reads the files), the dashboard and its agent take
-    over five seconds of processor time. Ray asks without a pause whether the node has registered, and gives up after 30
-    seconds: here it waits for longer, with pauses, but not for a node that has ended.
+    The monitor of the autoscaler, the log monitor (:class:`WorkerLogs` reads the files), the dashboard and its agent
+    take over five seconds of processor time. Ray asks without a pause whether the node has registered, and gives up
+    after 30 seconds: here it waits for longer, with pauses, but not for a node that has ended.
     """
     replaced = parameter.RayParams, services.start_api_server, services.get_node, services.start_ray_process
     dependency_error = utils.get_dashboard_dependency_error
