@@ -24,16 +24,16 @@ from typing import Any
 from slime.data.sample import Sample, SampleGroup, as_groups, iter_samples
 from slime.data.schedule import record
 from slime.hooks import load_function
-from slime.rollout.base_types import Count
-from slime.rollout.direct_engines import keep_balanced
-from slime.rollout.engine_request import EngineRequest, abort
-from slime.rollout.failures import FailureBudget, fresh_copy, fresh_group
-from slime.rollout.filters import (
+from slime.rollout.base_types import (
+    Count,
     DynamicFilterOutput,
     MetricGatherer,
     call_dynamic_filter,
     should_drop_dynamic_filter_output,
 )
+from slime.rollout.direct_engines import keep_balanced
+from slime.rollout.engine_request import EngineRequest, abort
+from slime.rollout.failures import FailureBudget, fresh_copy, fresh_group
 from slime.utils.async_utils import call_in_thread
 from slime.utils.errors import DataError, DeadlineExceeded, EngineError
 

@@ -16,19 +16,22 @@ import pytest
 from slime.config.groups import groups_in
 from slime.data.sample import Sample
 from slime.rollout import sft_rollout
-from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn, complete_args
+from slime.rollout.base_types import (
+    DynamicFilterOutput,
+    MetricGatherer,
+    RolloutFnEvalOutput,
+    RolloutFnTrainOutput,
+    call_dynamic_filter,
+    call_rollout_fn,
+    check_reward_nonzero_std,
+    check_reward_nonzero_std_with_fallback,
+    complete_args,
+    should_drop_dynamic_filter_output,
+)
 from slime.rollout.custom_generate import apply_rollout_sample_hooks, set_current_rollout_id, set_evaluated_rollout_id
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.eval_config import EvalDatasetConfig, build_eval_dataset_configs, build_eval_datasets
 from slime.rollout.failures import fresh_copy
-from slime.rollout.filters import (
-    DynamicFilterOutput,
-    MetricGatherer,
-    call_dynamic_filter,
-    check_reward_nonzero_std,
-    check_reward_nonzero_std_with_fallback,
-    should_drop_dynamic_filter_output,
-)
 from slime.rollout.sglang_rollout import GenerateState
 from slime.utils import http_utils
 from slime.utils.errors import ConfigError, DataError, DeadlineExceeded, EngineError

@@ -12,9 +12,9 @@ import pytest
 from slime.data.sample import Sample
 from slime.hooks import load_function
 from slime.ray.data_buffer import DataBuffer
+from slime.rollout.base_types import call_dynamic_filter
 from slime.rollout.custom_generate import GenerateFunction
 from slime.rollout.failures import Attempts
-from slime.rollout.filters import call_dynamic_filter
 from slime.rollout.rm_hub import async_rm
 from slime.utils.async_utils import AsyncLoopThread, UserExit, call_in_thread, exits_are_errors
 from slime.utils.errors import ConfigError, ScoringError
