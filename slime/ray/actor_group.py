@@ -20,7 +20,7 @@ from slime.ray.run.restart import continued
 from slime.ray.run.worker_launcher import WORKER_ROLE
 from slime.ray.shards import Box, actor_options
 from slime.ray.train_actor import SyncReport, TrainActor
-from slime.ray.watch.waiting import get
+from slime.ray.watch import get
 
 logger = logging.getLogger(__name__)
 

@@ -20,8 +20,8 @@ from slime.data.sample import Sample, SampleGroup, as_groups, iter_samples
 from slime.hooks import load_function
 from slime.observability.logging_utils import configure_logger
 from slime.ray.run.cluster import worker_env
+from slime.ray.watch import get
 from slime.ray.watch.heartbeat import register_process
-from slime.ray.watch.waiting import get
 from slime.rollout.data_source import make_data_source
 from slime.rollout.failures import fresh_copy
 from slime.rollout.source_state import (

@@ -35,7 +35,7 @@ from slime.ray.placement_group import create_placement_groups, release_placement
 from slime.ray.run.cluster import running_cluster
 from slime.ray.run.restart import exit_status
 from slime.ray.train_actor import TrainActor
-from slime.ray.watch.waiting import get
+from slime.ray.watch import get
 from slime.utils.errors import ConfigError, SlimeError
 
 logger = logging.getLogger(__name__)

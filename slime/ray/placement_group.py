@@ -19,8 +19,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from slime.config.plan.devices import colocation_problems, gpu_bytes, is_judged
 from slime.ray.run.cluster import NOSET_VISIBLE_DEVICES, is_embedded, slot_layout, worker_env
+from slime.ray.watch import get
 from slime.ray.watch.failure_report import Reports, shortage_of
-from slime.ray.watch.waiting import get
 from slime.utils import accelerator
 from slime.utils.async_utils import Deadline
 from slime.utils.errors import ConfigError, undone

@@ -13,9 +13,8 @@ import psutil
 import pytest
 import ray
 
-from slime.ray.watch import heartbeat
+from slime.ray.watch import get, heartbeat, raise_if_dead
 from slime.ray.watch.heartbeat import SILENCE_S, processes_of, register_process
-from slime.ray.watch.waiting import get, raise_if_dead
 from slime.utils.async_utils import Deadline, wait_until
 from slime.utils.errors import DeadlineExceeded, ProcessDied
 from tests.limits import unloaded_time

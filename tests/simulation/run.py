@@ -171,7 +171,7 @@ def _names() -> Iterator[tuple[str, str, Any]]:
     # a pid of another length would change the size of a file, which a power failure notes
     yield "slime.ray.watch.progress", "_process", lambda: {"pid": 1, "pid_since": 0.0}
     yield "slime.ray.watch.heartbeat", "_host", lambda: "elsewhere"
-    yield "slime.ray.watch.waiting", "missing_for", nothing
+    yield "slime.ray.watch", "missing_for", nothing
     yield "slime.ray.journal", "_is_exact", lambda args: True
     yield "slime.ray.rollout", "FinishedSamples", lambda args: _QUIET
     yield "slime.ray.engines.servers", "RouterProcess", network.RouterProcess

@@ -32,9 +32,9 @@ from slime.backends.sglang_utils.topology import EnginePlace, WorkerType
 from slime.observability.logging_utils import configure_logger
 from slime.ray.engines.preloading import engine_log_directory
 from slime.ray.run.cluster import NOSET_VISIBLE_DEVICES, node_address, worker_env
+from slime.ray.watch import get
 from slime.ray.watch.failure_report import message_of
 from slime.ray.watch.heartbeat import register_process
-from slime.ray.watch.waiting import get
 from slime.utils import accelerator
 from slime.utils.async_utils import Deadline, call_in_thread, run
 from slime.utils.errors import DeadlineExceeded, SlimeError

@@ -18,8 +18,8 @@ from ray.exceptions import RayTaskError
 
 from slime.backends.protocols import EngineInfo
 from slime.backends.sglang_utils.engine import MEMORY_TAGS
+from slime.ray.watch import get
 from slime.ray.watch.failure_report import message_of
-from slime.ray.watch.waiting import get
 from slime.utils.errors import DeadlineExceeded, EngineSilent
 
 logger = logging.getLogger(__name__)

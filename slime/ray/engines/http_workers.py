@@ -26,8 +26,8 @@ from slime.config.arguments import ClusterArgs
 from slime.config.groups import RunConfig
 from slime.observability.logging_utils import configure_logger
 from slime.ray.run.cluster import worker_env
+from slime.ray.watch import get
 from slime.ray.watch.heartbeat import register_process
-from slime.ray.watch.waiting import get
 from slime.rollout.direct_engines import with_packed_experts
 from slime.utils import accelerator, http_utils
 from slime.utils.async_utils import call_in_thread

@@ -21,8 +21,8 @@ from slime.backends.protocols import Canary, EngineFleet, Probe
 from slime.ray.engines.fleet import RayEngineFleet, log_deaths, silent_engines
 from slime.ray.engines.servers import RolloutServers
 from slime.ray.train_actor import SyncReport
+from slime.ray.watch import get
 from slime.ray.watch.failure_report import message_of
-from slime.ray.watch.waiting import get
 from slime.utils.async_utils import Deadline
 from slime.weight_sync.probe import verify_adapter, verify_canary
 
@@ -89,7 +89,7 @@ class Recovery:
         self._probed: Probe | None = None
 
     def get(self, ref: Any, seconds: float, what: str, fix: str) -> Any:
-        """``waiting.get`` for calls that use engines. Engines that restart meanwhile get their weights."""
+        """:func:`slime.ray.watch.get` for calls that use engines. Engines that restart meanwhile get their weights."""
         return get(ref, seconds, what, fix, meanwhile=self._serve_waiting, slice_s=_SLICE_S)
 
     def sync(self, update: Callable[[RayEngineFleet], T]) -> T:

@@ -16,8 +16,8 @@ from ray.exceptions import ActorDiedError, RayError
 from slime.backends.protocols import EngineInfo
 from slime.backends.sglang_utils.router import registered_workers, remove_worker
 from slime.ray.engines.health import Answer
+from slime.ray.watch import get
 from slime.ray.watch.failure_report import message_of
-from slime.ray.watch.waiting import get
 from slime.utils.async_utils import Deadline
 from slime.utils.errors import DeadlineExceeded, EngineError, SlimeError, kept, named, reported
 

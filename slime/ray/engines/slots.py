@@ -46,7 +46,7 @@ from slime.ray.engines.slot import (
     log_service,
     text_of,
 )
-from slime.ray.watch.waiting import get
+from slime.ray.watch import get
 from slime.utils.errors import EngineError, SlimeError
 
 logger = logging.getLogger(__name__)

@@ -33,8 +33,8 @@ from slime.ray.run.device_handoff import DeviceHandoff
 from slime.ray.run.hub_push import HubPushes
 from slime.ray.run.prefetch import PrefetchedRollouts
 from slime.ray.shards import RolloutResult
+from slime.ray.watch import get, raise_if_dead, warned
 from slime.ray.watch.progress import CurrentPhases, Progress, phase
-from slime.ray.watch.waiting import get, raise_if_dead, warned
 from slime.utils.async_utils import acknowledge
 from slime.utils.errors import SlimeError
 from slime.utils.misc import should_run_periodic_action

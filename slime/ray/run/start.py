@@ -27,9 +27,9 @@ from slime.ray.rollout import create_rollout_manager
 from slime.ray.run.device_handoff import DeviceHandoff, engines_share_devices
 from slime.ray.run.engine_port import EnginePort
 from slime.ray.run.loop import Run, RunHandles
+from slime.ray.watch import get
 from slime.ray.watch.failure_report import message_of
 from slime.ray.watch.progress import Progress
-from slime.ray.watch.waiting import get
 from slime.utils.errors import ConfigError, ProcessDied, StartFailed, undone
 from slime.utils.files import lock_save
 

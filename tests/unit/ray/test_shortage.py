@@ -19,7 +19,7 @@ import ray
 logging.basicConfig(format="%(message)s")
 ray.init(address="local", num_cpus=1, num_gpus=8, include_dashboard=False, log_to_driver=False, resources=OURS)
 from slime.ray import placement_group
-from slime.ray.watch.waiting import get
+from slime.ray.watch import get
 
 @ray.remote(num_cpus=1)
 class Waiter:

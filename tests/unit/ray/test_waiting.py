@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from slime.ray.watch import waiting
-from slime.ray.watch.waiting import get
+from slime.ray import watch
+from slime.ray.watch import get
 from slime.utils.async_utils import Deadline, Interrupted, interruptible
 from slime.utils.errors import DeadlineExceeded, ProcessDied
 from tests.unit.utils.test_interrupt import lose_an_interruption, lost
@@ -35,9 +35,9 @@ def slices(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     def late(pending: list[Any], count: int, deadline: Deadline) -> DeadlineExceeded:
         return deadline.error(f"{len(pending)} of {count}")
 
-    monkeypatch.setattr(waiting.ray, "wait", wait)
-    monkeypatch.setattr(waiting, "timeout_report", late)
-    monkeypatch.setattr(waiting, "HeartbeatWatch", HeartbeatWatch)
+    monkeypatch.setattr(watch.ray, "wait", wait)
+    monkeypatch.setattr(watch, "timeout_report", late)
+    monkeypatch.setattr(watch, "HeartbeatWatch", HeartbeatWatch)
     return asked
 
 
@@ -52,9 +52,9 @@ def test_a_wait_looks_up_every_second_at_least_and_ends_with_the_report(slices):
 
 
 def test_a_wait_for_a_start_reports_the_work_of_its_processes_every_minute(slices, monkeypatch, caplog):
-    monkeypatch.setattr(waiting, "_WORK_EVERY_S", 0.05)
-    monkeypatch.setattr(waiting, "processes_of", lambda refs: refs)
-    monkeypatch.setattr(waiting.WorkReport, "text", lambda self, processes: f"{len(processes)} work")
+    monkeypatch.setattr(watch, "_WORK_EVERY_S", 0.05)
+    monkeypatch.setattr(watch, "processes_of", lambda refs: refs)
+    monkeypatch.setattr(watch.WorkReport, "text", lambda self, processes: f"{len(processes)} work")
 
     def stop_after_a_report() -> None:
         if "s for the trainer to start: 2 work" in caplog.text or len(slices) > 20_000:
@@ -81,7 +81,7 @@ class OverInAMoment(Deadline):
 
 
 def test_a_deadline_that_passes_between_two_lines_ends_with_the_report_as_well(monkeypatch):
-    monkeypatch.setattr(waiting, "Deadline", OverInAMoment)
+    monkeypatch.setattr(watch, "Deadline", OverInAMoment)
     with pytest.raises(DeadlineExceeded, match=r"rollout 3. 1 of 1"):
         get(["ref"], 0.0, "rollout 3")
 
@@ -97,15 +97,15 @@ def test_what_is_done_meanwhile_may_end_the_wait(slices):
 
 def test_whoever_does_not_live_any_more_ends_the_wait(monkeypatch):
     monkeypatch.setattr(HeartbeatWatch, "gone", ("rank 1", "it was stopped"))
-    monkeypatch.setattr(waiting, "silence_report", lambda process, reason, *_: ProcessDied(f"{process}: {reason}"))
+    monkeypatch.setattr(watch, "silence_report", lambda process, reason, *_: ProcessDied(f"{process}: {reason}"))
     with pytest.raises(ProcessDied, match="rank 1: it was stopped"):
         get(["a", "b"], 3600.0, "both to train")
 
 
 def test_a_long_wait_tells_each_time_it_has_doubled_where_the_others_are(monkeypatch, caplog):
-    monkeypatch.setattr(waiting, "_REPORT_AFTER_S", 0.05)
-    monkeypatch.setattr(waiting, "processes_of", lambda refs: refs)
-    monkeypatch.setattr(waiting, "stacks_of", lambda processes: [f"  {process} is at:" for process in processes])
+    monkeypatch.setattr(watch, "_REPORT_AFTER_S", 0.05)
+    monkeypatch.setattr(watch, "processes_of", lambda refs: refs)
+    monkeypatch.setattr(watch, "stacks_of", lambda processes: [f"  {process} is at:" for process in processes])
     with caplog.at_level(logging.WARNING), pytest.raises(DeadlineExceeded):
         get(["rank 0"], 0.5, "the trainer")
     told = [record.getMessage() for record in caplog.records]
