@@ -14,8 +14,6 @@ from typing import Any
 
 from slime.utils.errors import kept
 
-__all__ = ["ParsedModelOutput", "ToolUse", "as_object", "parse_model_output", "parse_tool_uses", "parse_xml_tool_uses"]
-
 logger = logging.getLogger(__name__)
 
 ToolUse = dict[str, Any]

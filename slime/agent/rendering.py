@@ -17,8 +17,6 @@ from slime.agent.trajectory import Message, MessageNode, TurnRecord
 from slime.data.processing import render_chat
 from slime.utils.errors import DataError
 
-__all__ = ["History", "TurnRenderer", "history"]
-
 History = list[tuple[Message, TurnRecord | None]]
 """The recorded messages that a conversation begins with, up to the engine's last turn among them."""
 

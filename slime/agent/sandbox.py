@@ -19,20 +19,6 @@ from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 from slime.utils.errors import DeadlineExceeded, translated
 
-__all__ = [
-    "AGENT_HOME",
-    "EXIT_TIME_BUDGET_EXCEEDED",
-    "BaseSandbox",
-    "CommandRefused",
-    "E2BSandbox",
-    "ExecResult",
-    "FileContent",
-    "Sandbox",
-    "ensure_agent_user",
-    "exec_and_wait",
-    "write_folder",
-]
-
 logger = logging.getLogger(__name__)
 
 ExecResult: TypeAlias = tuple[int, str, str]

@@ -24,8 +24,6 @@ from typing import Any, Literal, TypeAlias
 
 from slime.data.sample import Sample
 
-__all__ = ["DriftKind", "Message", "MessageNode", "RewardSplit", "TrajectoryManager", "TurnRecord"]
-
 logger = logging.getLogger(__name__)
 
 Message: TypeAlias = dict[str, Any]

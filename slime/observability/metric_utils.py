@@ -23,16 +23,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 if TYPE_CHECKING:
     from slime.data.sample import Sample
 
-__all__ = [
-    "compression_ratio",
-    "compute_pass_rate",
-    "compute_rollout_step",
-    "compute_statistics",
-    "dict_add_prefix",
-    "has_repetition",
-    "request_metrics",
-]
-
 
 Value = TypeVar("Value")
 

@@ -30,14 +30,6 @@ from slime.utils.prompt_sources import parse_sources
 if TYPE_CHECKING:
     from slime.data.sample import Sample
 
-__all__ = [
-    "compute_metrics_from_samples",
-    "compute_perf_metrics_from_samples",
-    "eval_metrics",
-    "log_eval_rollout_data",
-    "log_rollout_data",
-]
-
 logger = logging.getLogger(__name__)
 
 _QUARTERS = (25, 50, 75, 100)

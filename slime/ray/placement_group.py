@@ -25,8 +25,6 @@ from slime.utils import accelerator
 from slime.utils.async_utils import Deadline
 from slime.utils.errors import ConfigError, undone
 
-__all__ = ["GpuSlots", "check_room", "create_placement_groups", "release_placement_groups", "reserve_engine"]
-
 logger = logging.getLogger(__name__)
 
 _LOOK_EVERY_S = 1.0

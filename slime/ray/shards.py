@@ -16,8 +16,6 @@ from slime.data.sample import Sample
 from slime.observability.sample_record import Example
 from slime.utils.errors import DataError
 
-__all__ = ["Box", "RolloutResult", "Transport", "actor_options", "boxed", "check_provenance", "process_rollout_data"]
-
 
 @dataclass(frozen=True)
 class Box:

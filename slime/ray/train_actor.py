@@ -33,8 +33,6 @@ from slime.utils.async_utils import exits_are_errors
 from slime.utils.net import PortClaim, claim_ports
 from slime.weight_sync.tensor_files import checksum_function, content_hash
 
-__all__ = ["SyncReport", "TrainActor", "trainer_class"]
-
 logger = logging.getLogger(__name__)
 
 

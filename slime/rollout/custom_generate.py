@@ -32,15 +32,6 @@ from slime.rollout.rm_hub import score
 from slime.utils.async_utils import call_user, is_async
 from slime.utils.errors import DataError
 
-__all__ = [
-    "apply_rollout_sample_hooks",
-    "current_rollout_id",
-    "samples_of",
-    "set_current_rollout_id",
-    "set_evaluated_rollout_id",
-]
-
-
 logger = logging.getLogger(__name__)
 
 evaluates: ContextVar[bool] = ContextVar("evaluates", default=False)

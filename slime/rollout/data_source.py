@@ -37,8 +37,6 @@ from slime.rollout.source_state import (
 from slime.utils.errors import DataError
 from slime.utils.prompt_sources import has_names, parse_path
 
-__all__ = ["DataSource", "RolloutDataSource", "RolloutDataSourceWithBuffer", "make_data_source", "pop_first"]
-
 logger = logging.getLogger(__name__)
 
 # Keys of the checkpoint's state file. Their names cannot change.

@@ -39,8 +39,6 @@ from slime.utils.async_utils import Deadline, call_in_thread, run
 from slime.utils.errors import ConfigError, DataError, reported
 from slime.utils.http_utils import get_rollout_num_engines, init_http_client
 
-__all__ = ["AsyncRolloutWorker", "generate_rollout_fully_async"]
-
 logger = logging.getLogger(__name__)
 
 _MAX_FAILURES_IN_A_ROW = 3

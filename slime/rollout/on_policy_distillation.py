@@ -27,8 +27,6 @@ from slime.utils.async_utils import call_in_thread
 from slime.utils.errors import ConfigError, DataError
 from slime.utils.http_utils import post
 
-__all__ = ["post_process_rewards", "reward_func"]
-
 _RETRIES = 8
 
 

@@ -33,8 +33,6 @@ from slime.utils.errors import ConfigError, DataError
 from slime.utils.http_utils import init_http_client
 from slime.utils.misc import group_by
 
-__all__ = ["generate_rollout"]
-
 _FLAG = "--replay-schedule"
 
 

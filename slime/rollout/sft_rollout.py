@@ -18,8 +18,6 @@ from slime.rollout import sglang_rollout
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.utils.errors import ConfigError, DataError
 
-__all__ = ["generate_rollout"]
-
 logger = logging.getLogger(__name__)
 
 # After so many draws nearly all rows lack an assistant message.

@@ -21,8 +21,6 @@ from slime.rollout.engine_request import EngineRequest, append_reply, check_repl
 from slime.utils.errors import EngineError
 from slime.utils.http_utils import receive_stream
 
-__all__ = ["generate_streaming"]
-
 
 async def generate_streaming(args: Namespace, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
     """Generate the response of one sample, or the rest of it, event by event.

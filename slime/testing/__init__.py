@@ -33,9 +33,6 @@ from slime.utils.async_utils import call_in_thread, run, user_frames
 from slime.utils.errors import ConfigError, SlimeError, kept
 from slime.utils.prompt_sources import parse_path, parse_sources
 
-__all__ = ["Outcome", "check_command", "check_plugin"]
-
-
 _NEEDS_ENGINE = ("custom_generate_function_path", "rollout_function_path", "eval_function_path")
 _NEEDS_DATA = {"data_source_path": "prompt_data", "eval_function_path": "eval_datasets"}
 _MAX_RESPONSE_LEN = 16

@@ -25,14 +25,6 @@ from slime.data.engine_fields import SAMPLING_MASK
 from slime.data.sample import Sample, SampleGroup, iter_samples
 from slime.rollout.failures import fresh_copy
 
-__all__ = [
-    "COUNTER_FILE_ENV",
-    "MAX_FANOUT",
-    "compact_generate",
-    "grpo_normalize_by_group_index",
-]
-
-
 NUM_GROUPS = 2
 GROUP_SIZE = 2
 QUESTION = Sample(prompt="What is 2 + 2?", label="4")

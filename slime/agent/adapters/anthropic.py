@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
     Block = TextBlockParam | ThinkingBlockParam | ToolUseBlockParam
 
-__all__ = ["AnthropicAdapter"]
-
 _MID_SYSTEM_WRAP_PREFIX = "<system-reminder>\n"
 _MID_SYSTEM_WRAP_SUFFIX = "\n</system-reminder>\n"
 

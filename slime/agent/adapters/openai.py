@@ -250,9 +250,6 @@ def _texts(parts: Any) -> str:
     return "".join(str(part.get("text") or "") for part in parts or () if isinstance(part, dict))
 
 
-__all__ = ["OpenAIAdapter"]
-
-
 class OpenAIAdapter(BaseAdapter):
     """See the module. Arguments are those of :class:`BaseAdapter`."""
 

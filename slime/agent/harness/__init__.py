@@ -23,18 +23,6 @@ from slime.utils.errors import ConfigError
 from slime.utils.files import is_private_directory, replacing
 from slime.utils.misc import SingletonMeta
 
-__all__ = [
-    "BaseHarness",
-    "ClaudeCodeHarness",
-    "CodexHarness",
-    "HarnessContext",
-    "SingletonABCMeta",
-    "host_file",
-    "install_node22",
-    "install_npm_cli",
-    "run_agent",
-]
-
 NPM_INSTALL_RETRIES = 3
 NPM_INSTALL_BACKOFF_SEC = 2
 _NPM_TIMEOUT_S = 300

@@ -19,18 +19,6 @@ from slime.rollout.rm_hub.grader_pool import MAX_CHARS, grade_in_process
 from slime.utils.errors import reported
 from slime.utils.misc import as_float
 
-__all__ = [
-    "compare_with_sympy",
-    "extract_answer",
-    "extract_boxed_answer",
-    "grade_answer_mathd",
-    "grade_answer_sympy",
-    "grade_answer_verl",
-    "last_boxed_only_string",
-    "mathd_normalize_answer",
-    "remove_boxed",
-]
-
 _TEXT = re.compile(r"^\\text\{(?P<text>.+?)\}$")
 _UNITS = (
     *("degree", "cm", "centimeter", "meter", "mile", "second", "minute", "hour", "day", "week", "month", "year"),

@@ -30,17 +30,6 @@ from slime.rollout.rm_hub.math_utils import (
 )
 from slime.utils.errors import DataError, reported
 
-__all__ = [
-    "compute_score",
-    "is_correct_minerva",
-    "is_correct_strict_box",
-    "last_boxed_only_string",
-    "normalize_final_answer",
-    "remove_boxed",
-    "verify",
-]
-
-
 _END_OF_THINKING = "</think>"
 _RESPONSE = "###Response"
 
