@@ -25,7 +25,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.weight_sync import Weights, make_model
-from slime.backends.protocols import EVERY_RANK, EngineInfo, NamedTensor, Recipients
+from slime.backends import EVERY_RANK, EngineInfo, NamedTensor, Recipients
 from slime.backends.sglang_utils.feature_rules import adapter_words
 from slime.backends.sglang_utils.fork_server import ForkServer
 from slime.backends.sglang_utils.server_args import server_env

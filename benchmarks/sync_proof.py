@@ -25,7 +25,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.weight_sync import Weights, make_model
-from slime.backends.protocols import EngineInfo
+from slime.backends import EngineInfo
 from slime.backends.sglang_utils.fork_server import ForkServer
 from slime.backends.sglang_utils.server_args import server_env
 from slime.utils.net import WEIGHT_INTERFACES, WEIGHT_LOOPBACK

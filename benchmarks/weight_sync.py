@@ -34,7 +34,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from slime.backends.protocols import EVERY_RANK, EngineInfo, NamedTensor, Recipients
+from slime.backends import EVERY_RANK, EngineInfo, NamedTensor, Recipients
 from slime.backends.sglang_utils.fork_server import ForkServer
 from slime.backends.sglang_utils.server_args import server_env
 from slime.backends.training.hf_files import write_hf_directory

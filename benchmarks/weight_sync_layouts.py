@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import slime.backends.megatron_utils.actor  # noqa: F401 - prepares megatron.core before the first import of it
 from benchmarks.marked_part import with_part
+from slime.backends import EVERY_RANK, SOURCE, EngineInfo, NamedTensor, Recipients
 from slime.backends.fsdp_utils.weights import hf_tensors
 from slime.backends.megatron_utils.checkpoint.gather import Gather, Groups, Peers
 from slime.backends.megatron_utils.checkpoint.tensors import (
@@ -39,7 +40,6 @@ from slime.backends.megatron_utils.checkpoint.tensors import (
     shard,
     to_megatron,
 )
-from slime.backends.protocols import EVERY_RANK, SOURCE, EngineInfo, NamedTensor, Recipients
 from slime.config.plan.placement import Layout, stage_layers
 from slime.models.family import Rule, families
 from slime.weight_sync.chunks import LEAST_BUCKET, WeightChunk, bucket_bytes, into_chunks

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slime.backends.protocols import TrainReport
+from slime.backends import TrainReport
 from slime.config.arguments import CiArgs
 from slime.config.groups import from_args
 from slime.utils.errors import DataError, SlimeError

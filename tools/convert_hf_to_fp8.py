@@ -24,7 +24,7 @@ from slime.backends.megatron_utils.conversion import run_tool
 from slime.utils.errors import ConfigError
 
 if TYPE_CHECKING:
-    from slime.backends.protocols import NamedTensor
+    from slime.backends import NamedTensor
     from slime.backends.training.hf_files import TensorReader
 
 # Names are compared as substrings: "norm" also covers q_norm and post_attention_layernorm.

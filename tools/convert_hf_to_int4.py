@@ -33,7 +33,7 @@ from slime.utils.errors import ConfigError, DataError
 if TYPE_CHECKING:
     import torch
 
-    from slime.backends.protocols import NamedTensor
+    from slime.backends import NamedTensor
     from tools.gptq import InputStatistics
 
 _TEXT_KEYS = ("text", "prompt", "input", "messages")

@@ -25,7 +25,7 @@ from slime.backends.megatron_utils.conversion import run_tool
 from slime.utils.errors import ConfigError
 
 if TYPE_CHECKING:
-    from slime.backends.protocols import NamedTensor
+    from slime.backends import NamedTensor
     from slime.backends.training.hf_files import TensorReader
 
 _IGNORED = (

@@ -24,7 +24,7 @@ from slime.models.lora import FILE_PREFIX, tensor_name
 from slime.utils.errors import ConfigError
 
 if TYPE_CHECKING:
-    from slime.backends.protocols import NamedTensor
+    from slime.backends import NamedTensor
 
 _STACKS = {"gate_up_proj": ("gate_proj.weight", "up_proj.weight"), "down_proj": ("down_proj.weight",)}
 """Tensors that hold the experts of a layer, and the weights in each expert's rows."""

@@ -35,8 +35,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from slime.backends import NamedTensor
 from slime.backends.megatron_utils.conversion import run_tool
-from slime.backends.protocols import NamedTensor
 from slime.utils.errors import ConfigError
 
 _MLP = re.compile(r"(?P<mlp>model\.layers\.\d+\.mlp)\.(?P<kind>gate|up|down)_proj\.weight")

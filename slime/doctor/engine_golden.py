@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from slime.backends.protocols import EVERY_RANK, NamedTensor, Recipients
+from slime.backends import EVERY_RANK, NamedTensor, Recipients
 from slime.backends.training.hf_files import TensorReader
 from slime.data.processing import load_processor
 from slime.models.lora import LoraConfig, tensor_name

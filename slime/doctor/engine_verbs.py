@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from slime.backends.protocols import EVERY_RANK, AdapterProof, Canary, EngineInfo, NamedTensor, Probe, Recipients
+from slime.backends import EVERY_RANK, AdapterProof, Canary, EngineInfo, NamedTensor, Probe, Recipients
 from slime.backends.sglang_utils.checksum import SGLangTensors
 from slime.backends.sglang_utils.engine import MEMORY_TAGS, SGLangEngine
 from slime.backends.sglang_utils.external import engine_info

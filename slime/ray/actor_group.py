@@ -11,7 +11,7 @@ from typing import Any, Literal
 import ray
 
 from slime.algorithms.arguments import needs_reference
-from slime.backends.protocols import TRAINER_PARTS, EngineFleet, TrainerPart, TrainReport
+from slime.backends import TRAINER_PARTS, EngineFleet, TrainerPart, TrainReport
 from slime.config.groups import RunConfig
 from slime.config.roles import critic_args, needs_critic, role_args
 from slime.ray.placement_group import GpuSlots

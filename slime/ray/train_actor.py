@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import ray
 
-from slime.backends.protocols import SOURCE, TRAINER_PARTS, AdapterProof, Canary, Trainer, TrainerPart, TrainReport
+from slime.backends import SOURCE, TRAINER_PARTS, AdapterProof, Canary, Trainer, TrainerPart, TrainReport
 from slime.backends.training.arguments import PrecisionArgs
 from slime.config.arguments import ClusterArgs, SyncArgs
 from slime.config.groups import RunConfig, from_args

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from slime.backends.protocols import (
+from slime.backends import (
     EVERY_RANK,
     Canary,
     EngineFleet,

@@ -21,7 +21,7 @@ from slime.models.lora import LoraConfig
 from slime.weight_sync.version_store import foreign_content
 
 if TYPE_CHECKING:
-    from slime.backends.protocols import WeightExporter
+    from slime.backends import WeightExporter
     from slime.weight_sync.send_disk import DiskSettings, PostWrite
     from slime.weight_sync.session import TrainerRanks
     from slime.weight_sync.updater import Updater

@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 import torch
 
-from slime.backends.protocols import NamedTensor
+from slime.backends import NamedTensor
 from slime.utils.memory_utils import bytes_of
 from slime.weight_sync.tensor_files import Checksum, checksum_function
 

@@ -17,7 +17,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from slime.backends.protocols import AdapterProof, Canary, EngineFleet, Probe
+from slime.backends import AdapterProof, Canary, EngineFleet, Probe
 from slime.utils.errors import EngineError
 
 _NUM_TOKENS = 16

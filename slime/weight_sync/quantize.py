@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from slime.backends.protocols import NamedTensor
+from slime.backends import NamedTensor
 from slime.utils.errors import ConfigError
 
 _FP8 = torch.float8_e4m3fn

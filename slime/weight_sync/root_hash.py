@@ -25,7 +25,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
-from slime.backends.protocols import (
+from slime.backends import (
     DRAFT,
     EngineFleet,
     EngineInfo,

@@ -23,7 +23,7 @@ from typing import Any
 
 from safetensors.torch import save_file
 
-from slime.backends.protocols import SOURCE, EngineFleet, NamedTensor, PendingCalls, WeightExporter
+from slime.backends import SOURCE, EngineFleet, NamedTensor, PendingCalls, WeightExporter
 from slime.data.engine_fields import ADAPTER_NAME
 from slime.models.lora import CONFIG_FILE, FILE_PREFIX, WEIGHTS_FILE, LoraConfig
 from slime.utils.errors import EngineError, undone

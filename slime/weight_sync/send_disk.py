@@ -33,7 +33,7 @@ import numpy as np
 import torch
 from safetensors.numpy import save_file
 
-from slime.backends.protocols import SOURCE, EngineFleet, WeightExporter
+from slime.backends import SOURCE, EngineFleet, WeightExporter
 from slime.utils.errors import EngineError
 from slime.utils.memory_utils import bytes_of
 from slime.weight_sync.delta_codec import Encoding, encode_delta

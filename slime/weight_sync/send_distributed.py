@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from slime.backends.protocols import EngineFleet, NamedTensor, PendingCalls
+from slime.backends import EngineFleet, NamedTensor, PendingCalls
 from slime.utils import accelerator
 from slime.utils.distributed_utils import destroy_group, in_thread, join_group
 from slime.utils.errors import DeadlineExceeded

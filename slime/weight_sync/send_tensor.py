@@ -36,7 +36,7 @@ import torch
 import torch.multiprocessing
 from torch.multiprocessing import reductions
 
-from slime.backends.protocols import EngineFleet, PendingCalls
+from slime.backends import EngineFleet, PendingCalls
 from slime.utils import accelerator
 from slime.utils.errors import EngineError, kept
 from slime.weight_sync.chunks import WeightChunk

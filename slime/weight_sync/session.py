@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from slime.backends.protocols import (
+from slime.backends import (
     EVERY_RANK,
     EngineFleet,
     NamedTensor,

@@ -20,7 +20,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
-from slime.backends.protocols import EVERY_RANK, SOURCE, EngineFleet, EngineInfo, Recipients, WeightExporter
+from slime.backends import EVERY_RANK, SOURCE, EngineFleet, EngineInfo, Recipients, WeightExporter
 from slime.utils import accelerator
 from slime.utils.errors import undone
 from slime.utils.net import claim_ports

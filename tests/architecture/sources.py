@@ -20,7 +20,7 @@ class Module:
     Attributes:
         name: dotted name.
         path: relative to the repository.
-        room: ``utils``, ``backends/sglang_utils``, ``backends/protocols``, or empty for ``slime`` itself.
+        room: ``utils``, ``backends`` for its protocols, ``backends/sglang_utils``, or empty for ``slime`` itself.
     """
 
     name: str
@@ -55,13 +55,11 @@ class Module:
 
 
 def room_of(dotted: str) -> str:
-    """``slime.backends.sglang_utils.engine`` -> ``backends/sglang_utils``."""
+    """``slime.backends.sglang_utils.engine`` -> ``backends/sglang_utils``, ``slime.backends.Trainer`` -> ``backends``."""
     parts = dotted.split(".")[1:]
-    if not parts:
-        return ""
-    if parts[0] == "backends":
+    if parts[:1] == ["backends"] and (ROOT / "slime" / "/".join(parts[:2])).is_dir():
         return "/".join(parts[:2])
-    return parts[0]
+    return parts[0] if parts else ""
 
 
 @functools.cache

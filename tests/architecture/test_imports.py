@@ -15,7 +15,7 @@ from tests.architecture.sources import ROOT, Module, modules, room_of
 
 EVERYTHING = "*"
 BELOW_TRAINER = [
-    "backends/protocols",
+    "backends",
     "algorithms",
     "batch",
     "data",
@@ -42,9 +42,8 @@ MAY_IMPORT: dict[str, list[str]] = {
     "observability": ["algorithms", "data", "utils", "config"],
     "rollout": ["data", "config", "hooks", "utils", "observability"],
     "backends": [],
-    "backends/protocols": [],
-    "weight_sync": ["backends/protocols", "data", "config", "models", "utils"],
-    "backends/sglang_utils": ["backends/protocols", "data", "config", "models", "utils", "observability"],
+    "weight_sync": ["backends", "data", "config", "models", "utils"],
+    "backends/sglang_utils": ["backends", "data", "config", "models", "utils", "observability"],
     "backends/training": BELOW_TRAINER,
     "backends/megatron_utils": [*BELOW_TRAINER, "backends/training"],
     "backends/fsdp_utils": [*BELOW_TRAINER, "backends/training"],

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from slime.backends.protocols import SOURCE
+from slime.backends import SOURCE
 from tests.unit.megatron_utils.tiny_trainer import make_args, split_batch
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slime.backends.protocols import Recipients
+from slime.backends import Recipients
 from slime.utils.errors import ConfigError
 from tests.unit.megatron_utils.tiny_families import packed_logits, saved_tensors
 from tests.unit.megatron_utils.tiny_trainer import VOCAB

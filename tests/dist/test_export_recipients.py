@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.backends.protocols import EVERY_RANK, SOURCE, Recipients
+from slime.backends import EVERY_RANK, SOURCE, Recipients
 from tests.dist.ranks import ForkServer
 from tests.dist.test_families_sharded import _ALL, _FEW, _ONE_EACH, _layout
 from tests.unit.megatron_utils.tiny_families import KINDS, is_left_out, make_family_checkpoint, saved_tensors

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from safetensors.numpy import save_file
 
-from slime.backends.protocols import EngineInfo, NamedTensor, Recipients
+from slime.backends import EngineInfo, NamedTensor, Recipients
 from slime.utils.errors import EngineError, EngineSilent
 from slime.weight_sync import send_disk, send_tensor
 from slime.weight_sync import updater as updater_module

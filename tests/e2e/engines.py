@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from slime.backends.protocols import Place
+from slime.backends import Place
 from slime.backends.sglang_utils.checksum import SGLangTensors
 from slime.backends.sglang_utils.engine import EngineSpec, SGLangEngine
 from slime.backends.sglang_utils.fork_server import ForkServer

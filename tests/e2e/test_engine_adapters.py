@@ -13,7 +13,7 @@ from peft import LoraConfig as PeftConfig
 from peft import get_peft_model
 from transformers import AutoModelForCausalLM
 
-from slime.backends.protocols import EVERY_RANK, AdapterProof, EngineInfo, NamedTensor, Probe, Recipients
+from slime.backends import EVERY_RANK, AdapterProof, EngineInfo, NamedTensor, Probe, Recipients
 from slime.backends.sglang_utils.feature_rules import adapter_words
 from slime.backends.sglang_utils.fork_server import ForkServer
 from slime.backends.training.arguments import LoraArgs

@@ -21,7 +21,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from examples.tiny.vision import make_vision_model
-from slime.backends.protocols import Canary, EngineInfo
+from slime.backends import Canary, EngineInfo
 from slime.backends.sglang_utils.fork_server import ForkServer
 from slime.utils.errors import EngineError
 from slime.weight_sync import send_tensor

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from slime.backends.protocols import EVERY_RANK, EngineInfo, NamedTensor, Recipients
+from slime.backends import EVERY_RANK, EngineInfo, NamedTensor, Recipients
 from slime.backends.sglang_utils.engine import SGLangEngine
 from slime.backends.sglang_utils.external import expert_blocks, get_server_info
 from slime.backends.sglang_utils.fork_server import ForkServer

@@ -13,7 +13,7 @@ from typing import Any
 
 from ray.exceptions import RayError
 
-from slime.backends.protocols import EngineInfo
+from slime.backends import EngineInfo
 from slime.utils.errors import EngineError, EngineSilent, SlimeError
 from tests.simulation.cluster import Later, Steps, inline, waited
 from tests.simulation.network import Exchange, Server, network

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from slime.backends.protocols import EngineFleet, TrainReport
+from slime.backends import EngineFleet, TrainReport
 from slime.backends.training import checkpoint_files
 from slime.backends.training.arguments import CheckpointArgs
 from slime.backends.training.checkpoint_source import find_start
@@ -85,7 +85,7 @@ class SimulatedRanks(TrainerRanks):
 
 
 class SimulatedTrainer:
-    """Implements ``slime.backends.protocols.Trainer``. All ranks hold the samples of all ranks.
+    """Implements ``slime.backends.Trainer``. All ranks hold the samples of all ranks.
 
     Attributes:
         trained: per rollout ``{"rollout": id, "samples": [[index, prompt ids, versions, labels], ...]}``. Versions are

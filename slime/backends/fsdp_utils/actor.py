@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from slime.backends import TrainerPart
 from slime.backends.fsdp_utils.arguments import FsdpArgs
 from slime.backends.fsdp_utils.model import Adapters, build_model, local_tensor, read_config
 from slime.backends.fsdp_utils.step import TrainState, build_optimizer, outputs_by_sample, reset_moments, train_step
 from slime.backends.fsdp_utils.weights import FsdpWeights
-from slime.backends.protocols import TrainerPart
 from slime.backends.training.adapter_files import shared_description
 from slime.backends.training.arguments import OptimizerArgs, ParallelArgs, PrecisionArgs, TrainerArgs
 from slime.backends.training.context_parallel import Sharding

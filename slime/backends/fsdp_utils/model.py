@@ -32,7 +32,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from slime.backends.protocols import EVERY_RANK, NamedTensor, Recipients
+from slime.backends import EVERY_RANK, NamedTensor, Recipients
 from slime.backends.training.attention import AttentionPlan, packed_attention
 from slime.backends.training.hf_files import TensorReader
 from slime.models.lora import FILE_PREFIX, LoraConfig, adapted_layers

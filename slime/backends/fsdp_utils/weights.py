@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from slime.backends import EVERY_RANK, SOURCE, NamedTensor, Recipients
 from slime.backends.fsdp_utils import checkpoint
 from slime.backends.fsdp_utils.model import (
     adapter_parameters,
@@ -40,7 +41,6 @@ from slime.backends.fsdp_utils.model import (
     whole_tensor,
 )
 from slime.backends.fsdp_utils.step import TrainState
-from slime.backends.protocols import EVERY_RANK, SOURCE, NamedTensor, Recipients
 from slime.backends.training.adapter_files import save_adapter
 from slime.backends.training.checkpoint_source import Source
 from slime.backends.training.hf_files import TensorReader, raise_everywhere, save_hf_directory

@@ -28,13 +28,13 @@ install()
 # ruff: noqa: E402
 
 from slime.algorithms.arguments import DistillationArgs
+from slime.backends import TRAINER_PARTS, TrainReport
 from slime.backends.megatron_utils.model.routing_replay import RoutingReplay, engine_choices
 from slime.backends.megatron_utils.model_rules import sees_media
 from slime.backends.megatron_utils.process_groups import init_distributed, rank_place
 from slime.backends.megatron_utils.setup import build_train_state
 from slime.backends.megatron_utils.step import TrainerHooks, from_last_stage, outputs_of_last_stage, train_step
 from slime.backends.megatron_utils.weights import MegatronWeights, device_memory, num_missing_moments
-from slime.backends.protocols import TRAINER_PARTS, TrainReport
 from slime.backends.training.arguments import ParallelArgs, TrainerArgs
 from slime.backends.training.credit import CustomFunctions, add_credit
 from slime.backends.training.data import TrainBatch

@@ -48,8 +48,8 @@ from slime.utils.errors import ConfigError, SlimeError
 from slime.utils.net import single_rank_environment
 
 if TYPE_CHECKING:
+    from slime.backends import NamedTensor
     from slime.backends.megatron_utils.checkpoint.state import TrainState
-    from slime.backends.protocols import NamedTensor
 
 __all__ = [
     "convert_to_hf",

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from slime.backends import EVERY_RANK, TRAINER_PARTS, NamedTensor, Recipients, TrainerPart
 from slime.backends.megatron_utils.checkpoint.hf_weights import Content, export_weights, load_weights, save_adapters
 from slime.backends.megatron_utils.checkpoint.state import (
     CheckpointContent,
@@ -25,7 +26,6 @@ from slime.backends.megatron_utils.host_adam import HostAdam
 from slime.backends.megatron_utils.model.gpt import VALUE_HEAD_PARAMETERS
 from slime.backends.megatron_utils.model.lora import adapters_of, fill_adapters
 from slime.backends.megatron_utils.optimizer import parts_of, reset_moments
-from slime.backends.protocols import EVERY_RANK, TRAINER_PARTS, NamedTensor, Recipients, TrainerPart
 from slime.backends.training.checkpoint_source import Source
 from slime.backends.training.hf_files import save_hf_directory
 from slime.backends.training.offload import DeviceMemory, WeightBackup

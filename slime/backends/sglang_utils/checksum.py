@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from slime.backends.protocols import DRAFT, Piece, Place, TensorHash
+from slime.backends import DRAFT, Piece, Place, TensorHash
 
 if TYPE_CHECKING:
     import torch

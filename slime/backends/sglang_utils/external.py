@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from slime.backends.protocols import EngineInfo, weights_dtype
+from slime.backends import EngineInfo, weights_dtype
 from slime.backends.sglang_utils.engine import EngineSpec, SGLangEngine
 from slime.backends.sglang_utils.feature_rules import problems_of_server
 from slime.backends.sglang_utils.topology import WorkerType

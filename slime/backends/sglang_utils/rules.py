@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from slime.backends.protocols import weights_dtype
+from slime.backends import weights_dtype
 from slime.backends.sglang_utils.engine import START_TIMEOUT_S
 from slime.backends.sglang_utils.external import ONE_STAGE, ExternalEngineInfo, discover_external_engines, problems_of
 from slime.backends.sglang_utils.feature_rules import adapter_of_model, drafts_on_cpu, experts_on_cpu, served_adapter

@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from slime.backends.protocols import NamedTensor
+from slime.backends import NamedTensor
 from slime.backends.training.checkpoint_files import checksums_of, read_manifest
 from slime.backends.training.checkpoint_source import Source
 from slime.backends.training.hf_export import begin_export, finish_export

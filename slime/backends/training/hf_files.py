@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 
-from slime.backends.protocols import NamedTensor
+from slime.backends import NamedTensor
 from slime.backends.training.hf_export import (
     INDEX,
     MARKER,

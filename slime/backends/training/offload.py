@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch.distributed import distributed_c10d as c10d
 
-from slime.backends.protocols import TRAINER_PARTS, TrainerPart
+from slime.backends import TRAINER_PARTS, TrainerPart
 from slime.utils import accelerator
 from slime.utils.errors import ConfigError, SlimeError
 

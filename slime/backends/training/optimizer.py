@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from slime.backends.protocols import weights_dtype
+from slime.backends import weights_dtype
 from slime.backends.training.arguments import OptimizerArgs, PrecisionArgs
 from slime.utils import accelerator
 from slime.utils.errors import ConfigError

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from slime.algorithms.arguments import AlgorithmArgs, DistillationArgs, ModelCopyArgs
-from slime.backends.protocols import (
+from slime.backends import (
     EVERY_RANK,
     TRAINER_PARTS,
     AdapterProof,

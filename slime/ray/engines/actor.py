@@ -22,7 +22,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from slime.backends.protocols import EngineInfo
+from slime.backends import EngineInfo
 from slime.backends.sglang_utils.engine import EngineSpec, SGLangEngine
 from slime.backends.sglang_utils.engine_adapters import StagedAdapter
 from slime.backends.sglang_utils.external import ExternalEngine, ExternalEngineInfo, engine_info, get_server_info

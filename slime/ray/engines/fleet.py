@@ -16,7 +16,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayTaskError
 
-from slime.backends.protocols import EngineInfo
+from slime.backends import EngineInfo
 from slime.backends.sglang_utils.engine import MEMORY_TAGS
 from slime.ray.watch import get
 from slime.ray.watch.failure_report import message_of

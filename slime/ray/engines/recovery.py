@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from slime.backends.protocols import Canary, EngineFleet, Probe
+from slime.backends import Canary, EngineFleet, Probe
 from slime.ray.engines.fleet import RayEngineFleet, log_deaths, silent_engines
 from slime.ray.engines.servers import RolloutServers
 from slime.ray.train_actor import SyncReport

@@ -13,7 +13,7 @@ from typing import Any
 import ray
 from ray.exceptions import ActorDiedError, RayError
 
-from slime.backends.protocols import EngineInfo
+from slime.backends import EngineInfo
 from slime.backends.sglang_utils.router import registered_workers, remove_worker
 from slime.ray.engines.health import Answer
 from slime.ray.watch import get

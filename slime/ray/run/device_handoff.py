@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from slime.backends.protocols import TRAINER_PARTS, EngineFleet, TrainerPart
+from slime.backends import TRAINER_PARTS, EngineFleet, TrainerPart
 from slime.config.arguments import ClusterArgs
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import ray
 
-from slime.backends.protocols import EngineFleet, TrainReport
+from slime.backends import EngineFleet, TrainReport
 from slime.backends.training.checkpoint_files import iteration_directory
 from slime.config.groups import RunConfig
 from slime.data.schedule import WeightHistory

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks import weight_sync_layouts as layouts
-from slime.backends.protocols import EVERY_RANK, SOURCE, Recipients
+from slime.backends import EVERY_RANK, SOURCE, Recipients
 
 _SCRIPT = "run-qwen3-30B-A3B.sh"  # 8 ranks, TP 4, EP 8
 _BUCKET = 2 << 30

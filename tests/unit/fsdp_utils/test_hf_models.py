@@ -179,8 +179,8 @@ def test_attention_of_transformers_reads_packed_samples_as_well(mesh: Any, tmp_p
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "glm4_moe"])
 def test_an_export_has_the_names_and_bits_of_the_checkpoint(kind: str, mesh: Any, tmp_path: Path) -> None:
+    from slime.backends import Recipients
     from slime.backends.fsdp_utils.weights import export_weights
-    from slime.backends.protocols import Recipients
     from slime.backends.training.hf_files import TensorReader
 
     make_family_checkpoint(kind, tmp_path)

@@ -12,9 +12,9 @@ import psutil
 import pytest
 import torch
 
+from slime.backends import TRAINER_PARTS
 from slime.backends.megatron_utils.actor import MegatronTrainer
 from slime.backends.megatron_utils.weights import device_memory
-from slime.backends.protocols import TRAINER_PARTS
 from slime.backends.training.offload import DeviceMemory
 from slime.utils.errors import SlimeError
 from tests.unit.megatron_utils.tiny_families import make_family_checkpoint

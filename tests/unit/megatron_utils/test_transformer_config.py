@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from slime.algorithms import logprobs
+from slime.backends import weights_dtype
 from slime.backends.megatron_utils.optimizer_rules import has_te_attention
 from slime.backends.megatron_utils.transformer_config import transformer_config_kwargs
-from slime.backends.protocols import weights_dtype
 from slime.config.groups import RunConfig
 from slime.models.hf_shape import read_shape, shape_from_config
 from slime.models.shape import ModelShape

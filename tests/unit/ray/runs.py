@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
-from slime.backends.protocols import EngineInfo
+from slime.backends import EngineInfo
 from slime.config.groups import RunConfig
 from slime.ray.engines.fleet import RayEngineFleet, WaitingEngines
 from slime.ray.engines.recovery import RemoteEngines

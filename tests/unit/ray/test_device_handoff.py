@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import train as driver
-from slime.backends.protocols import TRAINER_PARTS, TrainReport
+from slime.backends import TRAINER_PARTS, TrainReport
 from slime.ray.engines import recovery
 from slime.ray.run import loop, start
 from slime.ray.run.device_handoff import DeviceHandoff

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from slime.backends.protocols import EngineInfo
+from slime.backends import EngineInfo
 from slime.backends.sglang_utils.engine import MEMORY_TAGS, EngineSpec, SGLangEngine
 from slime.ray.engines.fleet import EngineMemory
 from slime.utils.errors import EngineError

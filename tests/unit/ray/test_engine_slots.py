@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 
-from slime.backends.protocols import EngineInfo
+from slime.backends import EngineInfo
 from slime.ray.engines import slot as engine_slot
 from slime.ray.engines import slots as engine_slots
 from slime.ray.engines.slot import WatchSettings

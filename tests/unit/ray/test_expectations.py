@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from slime.backends.protocols import TrainReport
+from slime.backends import TrainReport
 from slime.utils.errors import DataError
 from slime_plugins.ci_test import ExpectationFailed, check_expectations
 from tests.unit.config.tiny_command import TinyCommand, make_command

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from ray.exceptions import RayTaskError
 
-from slime.backends.protocols import EngineInfo
+from slime.backends import EngineInfo
 from slime.ray.engines import fleet as fleet_module
 from slime.ray.engines.fleet import RayCalls, RayEngineFleet, silent_engines
 from slime.utils.errors import DeadlineExceeded, EngineError, EngineSilent

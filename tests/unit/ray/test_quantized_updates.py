@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from slime.backends.protocols import EngineInfo
+from slime.backends import EngineInfo
 from slime.backends.training.hf_files import TensorReader, write_hf_directory
 from slime.config.groups import RunConfig
 from slime.ray import weight_updater as wiring

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from ray import cloudpickle
 
-from slime.backends.protocols import AdapterProof, Probe
+from slime.backends import AdapterProof, Probe
 from slime.ray.engines import recovery as recovery_module
 from slime.ray.engines.fleet import RayEngineFleet, WaitingEngines
 from slime.ray.engines.recovery import Recovery, RemoteEngines

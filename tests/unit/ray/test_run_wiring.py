@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from slime.backends.protocols import TrainReport
+from slime.backends import TrainReport
 from slime.config.arguments import SyncArgs
 from slime.config.groups import RunConfig, from_args
 from slime.data.dump_file import save_debug_rollout_data

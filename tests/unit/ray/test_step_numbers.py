@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from slime.backends.protocols import TrainReport
+from slime.backends import TrainReport
 from slime.ray.shards import RolloutResult
 from tests.unit.ray.runs import make_run
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import xxhash
 
-from slime.backends.protocols import NamedTensor, Place
+from slime.backends import NamedTensor, Place
 from slime.backends.sglang_utils.checksum import HostHash, SGLangTensors, read_checksums
 from slime.models.shape import MlaShape
 from slime.weight_sync.root_hash import RootHash

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from slime.backends.protocols import EVERY_RANK, EngineInfo, NamedTensor, Recipients
+from slime.backends import EVERY_RANK, EngineInfo, NamedTensor, Recipients
 from slime.weight_sync.chunks import WeightChunk
 
 

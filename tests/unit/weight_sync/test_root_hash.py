@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from slime.backends.protocols import Canary, EngineInfo, NamedTensor, Piece, Place
+from slime.backends import Canary, EngineInfo, NamedTensor, Piece, Place
 from slime.utils.errors import EngineError
 from slime.weight_sync.probe import verify_canary
 from slime.weight_sync.root_hash import RootHash, RootProof, places_of

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from slime.backends.protocols import EVERY_RANK, AdapterProof, NamedTensor, Probe, Recipients
+from slime.backends import EVERY_RANK, AdapterProof, NamedTensor, Probe, Recipients
 from slime.models.lora import LoraConfig
 from slime.utils.errors import EngineError
 from slime.weight_sync.probe import probe_ids, verify_adapter

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from slime.backends.protocols import EngineInfo
+from slime.backends import EngineInfo
 from slime.utils.errors import DeadlineExceeded, EngineError
 from slime.utils.net import WEIGHT_INTERFACES
 from slime.weight_sync import send_distributed

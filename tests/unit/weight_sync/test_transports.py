@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.backends.protocols import EngineFleet, WeightExporter
+from slime.backends import EngineFleet, WeightExporter
 from slime.config.arguments import SyncArgs
 from slime.config.groups import RunConfig
 from slime.config.parse import build_parser

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from slime.backends.protocols import EVERY_RANK, SOURCE, EngineInfo, NamedTensor, Recipients
+from slime.backends import EVERY_RANK, SOURCE, EngineInfo, NamedTensor, Recipients
 from slime.utils import accelerator
 from slime.utils.errors import EngineError
 from slime.utils.net import claim_ports

@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
+from slime.backends import Recipients
 from slime.backends.megatron_utils.checkpoint.tensors import LocalTensor, ModelTensors, Owned, stored
 from slime.backends.megatron_utils.precision import readable
-from slime.backends.protocols import Recipients
 
 _ALIGNMENT = 16  # bytes: a tensor of any dtype may begin there
 

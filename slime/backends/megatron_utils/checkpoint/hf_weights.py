@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
+from slime.backends import EVERY_RANK, SOURCE, NamedTensor, Recipients
 from slime.backends.megatron_utils.checkpoint.gather import Gather, groups_of_rank
 from slime.backends.megatron_utils.checkpoint.tensors import (
     LocalTensor,
@@ -32,7 +33,6 @@ from slime.backends.megatron_utils.checkpoint.tensors import (
     stored,
     to_megatron,
 )
-from slime.backends.protocols import EVERY_RANK, SOURCE, NamedTensor, Recipients
 from slime.backends.training.adapter_files import save_adapter
 from slime.backends.training.hf_files import TensorReader, raise_everywhere
 from slime.models.lora import LoraConfig
