@@ -55,7 +55,7 @@ class Module:
 
 
 def room_of(dotted: str) -> str:
-    """``slime.backends.sglang_utils.engine`` -> ``backends/sglang_utils``, ``slime.backends.Trainer`` -> ``backends``."""
+    """``slime.backends.sglang_utils.engine`` -> ``backends/sglang_utils``, ``slime.backends.Piece`` -> ``backends``."""
     parts = dotted.split(".")[1:]
     if parts[:1] == ["backends"] and (ROOT / "slime" / "/".join(parts[:2])).is_dir():
         return "/".join(parts[:2])
