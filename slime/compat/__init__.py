@@ -17,8 +17,6 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-__all__ = ["ALIASES", "AliasFinder", "install"]
-
 # A line at the margin is a module path. The indented lines below it are ``origin: name`` or ``origin: alias=name``.
 # ``path = other.path`` makes both paths the same module object. A path without names is an empty package.
 ALIASES = """

@@ -24,16 +24,6 @@ from slime.observability.tracking import event_directory
 from slime.utils import accelerator
 from slime.utils.misc import SingletonMeta
 
-__all__ = [
-    "Timer",
-    "gather_and_reduce_log_dict",
-    "inverse_timer",
-    "reduce_train_step_metrics",
-    "rollout_log_metric_contribution",
-    "timer",
-    "with_defer",
-]
-
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 

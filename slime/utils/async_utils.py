@@ -32,20 +32,6 @@ from typing import Any, TypeVar
 
 from slime.utils.errors import DeadlineExceeded, undone
 
-__all__ = [
-    "AsyncLoopThread",
-    "Slots",
-    "UserExit",
-    "call_in_thread",
-    "call_user",
-    "exit_is_error",
-    "exits_are_errors",
-    "get_async_loop",
-    "is_async",
-    "run",
-    "user_frames",
-]
-
 
 @dataclass
 class Deadline:

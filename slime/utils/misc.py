@@ -8,16 +8,6 @@ import subprocess
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar, TypeVar
 
-__all__ = [
-    "SingletonMeta",
-    "as_float",
-    "chunk_named_params_by_size",
-    "exec_command",
-    "flag",
-    "group_by",
-    "should_run_periodic_action",
-]
-
 Item = TypeVar("Item")
 
 

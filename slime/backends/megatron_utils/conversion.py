@@ -51,17 +51,6 @@ if TYPE_CHECKING:
     from slime.backends import NamedTensor
     from slime.backends.megatron_utils.checkpoint.state import TrainState
 
-__all__ = [
-    "convert_to_hf",
-    "get_model_provider_func",
-    "init",
-    "load_hf_weights",
-    "remove_padding",
-    "save_hf_model_direct_to_path",
-    "strip_param_name_prefix",
-]
-
-
 _SLURM_PORT = "23456"
 _FLOATS = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 

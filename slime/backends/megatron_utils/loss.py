@@ -37,20 +37,6 @@ from slime.data.columns import SAMPLING_SETS
 from slime.data.engine_fields import FieldFlags
 from slime.utils.errors import ConfigError
 
-__all__ = [
-    "ROLLOUT_TOP_P_TOKEN_KEYS",
-    "compute_advantages_and_returns",
-    "get_log_probs_and_entropy",
-    "get_responses",
-    "get_rollout_top_p_logprob_kwargs",
-    "get_values",
-    "icepop_function",
-    "policy_loss_function",
-    "sft_loss_function",
-    "value_loss_function",
-    "vanilla_tis_function",
-]
-
 ROLLOUT_TOP_P_TOKEN_KEYS = SAMPLING_SETS
 
 UserLoss = tuple[torch.Tensor, dict[str, torch.Tensor]]

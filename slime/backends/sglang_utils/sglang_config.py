@@ -13,8 +13,6 @@ from slime.backends.sglang_utils.topology import WorkerType, read_topology
 from slime.config.yaml_file import read_mapping
 from slime.utils.errors import ConfigError
 
-__all__ = ["ModelConfig", "ServerGroupConfig", "SglangConfig"]
-
 _FLAG = "--sglang-config"
 _PD = (WorkerType.PREFILL, WorkerType.DECODE)
 
