@@ -15,9 +15,9 @@ from tests.architecture.sources import ROOT, Module, modules
 
 # Name of a measure -> today's number. Measures in LEAST must not fall below it, all others must not exceed it.
 LIMITS: dict[str, float] = {
-    "files": 321,
-    "lines": 76694,
-    "small files, %": 11.53,
+    "files": 320,
+    "lines": 76693,
+    "small files, %": 11.25,
     "functions that take args, %": 2.99,
     "writes to args": 0,
     "getattr and hasattr per 1000 lines": 0.86,
