@@ -1,6 +1,6 @@
 """A model family, its table of tensor names, and the registry of all families.
 
-To add a family, define a :class:`Family` in ``slime/models/families``. The plan, the checks, the trainer and
+To add a family, define a :class:`Family` in a file of ``slime/models/families``. The plan, the checks, the trainer and
 the table in docs/model_families.md read it. A table is a sum of tables below: how Hugging Face tensors
 correspond to Megatron's, in both directions. ``megatron_utils.checkpoint.hf_weights`` applies it on any ranks.
 """
@@ -374,16 +374,15 @@ NOT_BUILT: dict[str, str] = {
 
 @functools.cache
 def families() -> Mapping[str, Family]:
-    """Every :class:`Family` of ``slime.models.families`` and the modules in it, by ``model_type``."""
+    """Every :class:`Family` of the modules in ``slime.models.families``, by ``model_type``."""
     found: dict[str, Family] = {}
     # Not at the top of this file, which the modules of the families import.
     package = importlib.import_module("slime.models.families")
-    added = [module.name for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}.")]
-    for module in [package, *map(importlib.import_module, added)]:
-        for value in vars(module).values():
+    for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+        for value in vars(importlib.import_module(module.name)).values():
             # A family that another file imports is seen twice: it must be the same object.
             if isinstance(value, Family) and found.setdefault(value.model_type, value) is not value:
-                raise ValueError(f"{module.__name__}: model_type {value.model_type} has two families.")
+                raise ValueError(f"{module.name}: model_type {value.model_type} has two families.")
     return found
 
 
