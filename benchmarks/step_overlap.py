@@ -37,7 +37,7 @@ MARKS = ("<!-- step_overlap begin -->", "<!-- step_overlap end -->")
 ROLLOUT = '''
 """An artificial rollout: random tokens after {seconds} s."""
 import random, time
-from slime.rollout import RolloutFnTrainOutput
+from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.utils.types import Sample
 
 def generate(args, rollout_id, data_source, evaluation=False):

@@ -136,9 +136,8 @@ slime.observability.rollout_data_utils
 slime.ray.utils
     slime.ray.run.cluster: NOSET_VISIBLE_DEVICES_ENV_VARS_LIST
 slime.rollout.filter_hub
-slime.rollout.base_types = slime.rollout
-slime.rollout.filter_hub.base_types = slime.rollout
-slime.rollout.filter_hub.dynamic_sampling_filters = slime.rollout
+slime.rollout.filter_hub.base_types = slime.rollout.base_types
+slime.rollout.filter_hub.dynamic_sampling_filters = slime.rollout.base_types
 slime.rollout.sleep_rollout = slime.rollout.forge_load
 slime.rollout.rm_hub.deepscaler = slime.rollout.rm_hub.rules
 slime.rollout.rm_hub.f1 = slime.rollout.rm_hub.rules

@@ -35,7 +35,7 @@ from slime.ray.placement_group import GpuSlots
 from slime.ray.run.cluster import worker_env
 from slime.ray.shards import RolloutResult, actor_options, boxed
 from slime.ray.watch.heartbeat import register_process
-from slime.rollout import Count, call_rollout_fn
+from slime.rollout.base_types import Count, call_rollout_fn
 from slime.rollout.custom_generate import samples_of, set_current_rollout_id, set_evaluated_rollout_id
 from slime.rollout.rm_hub.grader_pool import preload_graders
 from slime.rollout.sglang_rollout import GenerateState

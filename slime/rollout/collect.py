@@ -24,7 +24,7 @@ from typing import Any
 from slime.data.sample import Sample, SampleGroup, as_groups, iter_samples
 from slime.data.schedule import record
 from slime.hooks import load_function
-from slime.rollout import (
+from slime.rollout.base_types import (
     Count,
     DynamicFilterOutput,
     MetricGatherer,

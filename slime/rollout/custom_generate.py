@@ -24,7 +24,7 @@ from typing import Any
 from slime.data.processing import render_chat
 from slime.data.sample import Sample, iter_samples
 from slime.hooks import accepted_kwargs, accepts, load_function, name_of
-from slime.rollout import complete_args
+from slime.rollout.base_types import complete_args
 from slime.rollout.collect import mask_older_tokens
 from slime.rollout.engine_request import cut_stop_token
 from slime.rollout.failures import Attempts, is_given_up, traced_copy

@@ -21,7 +21,7 @@ from slime.config.groups import from_args
 from slime.data.prompts import Dataset, Mixture, StreamingDataset, draw_rows
 from slime.data.sample import Sample, SampleGroup, as_groups, iter_samples
 from slime.hooks import can_be_called, load_function, name_of, parameter_names
-from slime.rollout import complete_args
+from slime.rollout.base_types import complete_args
 from slime.rollout.failures import fresh_copy
 from slime.rollout.source_state import (
     FIX,

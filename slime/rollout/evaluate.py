@@ -13,8 +13,8 @@ from typing import Any
 from slime.config.groups import from_args, with_values
 from slime.data.prompts import Dataset
 from slime.data.sample import Sample, iter_samples
-from slime.rollout import Count
 from slime.rollout.arguments import RewardModelArgs
+from slime.rollout.base_types import Count
 from slime.rollout.collect import gather
 from slime.rollout.custom_generate import on_begin
 from slime.rollout.engine_request import eval_sampling_params, train_sampling_params

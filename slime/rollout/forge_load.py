@@ -16,8 +16,8 @@ from typing import Any, NoReturn
 
 from slime.config.groups import from_args
 from slime.data.dump_file import dump_path, read_samples
-from slime.rollout import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.arguments import RewardModelArgs
+from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.utils.errors import ConfigError, DataError
 
 logger = logging.getLogger(__name__)

@@ -30,7 +30,7 @@ from typing import Any
 from slime.data.sample import SampleGroup, iter_samples
 from slime.data.schedule import record
 from slime.hooks import load_optional
-from slime.rollout import RolloutFnTrainOutput, complete_args
+from slime.rollout.base_types import RolloutFnTrainOutput, complete_args
 from slime.rollout.collect import BatchHooks, Drops, first_index, log_sample
 from slime.rollout.custom_generate import is_cut
 from slime.rollout.failures import FailureBudget, fresh_group, without_response

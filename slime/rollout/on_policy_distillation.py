@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from slime.data.sample import Sample
-from slime.rollout import complete_args
+from slime.rollout.base_types import complete_args
 from slime.rollout.engine_request import prompt_fields
 from slime.rollout.failures import is_given_up
 from slime.utils.async_utils import call_in_thread

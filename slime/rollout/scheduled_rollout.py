@@ -22,7 +22,7 @@ from uuid import uuid4
 
 from slime.data.sample import Sample, SampleGroup, iter_samples
 from slime.data.schedule import Planned, note_part, parts_of, read_begun, read_schedule
-from slime.rollout import RolloutFnTrainOutput, complete_args
+from slime.rollout.base_types import RolloutFnTrainOutput, complete_args
 from slime.rollout.collect import BatchHooks, gather, log_sample
 from slime.rollout.custom_generate import FINISHED, evaluates, until_finished
 from slime.rollout.failures import give_up, is_given_up

@@ -14,7 +14,8 @@ from typing import Any
 from slime.data.loss_masks import MultiTurnLossMaskGenerator, get_response_lengths
 from slime.data.processing import load_tokenizer
 from slime.data.sample import Sample, SampleGroup
-from slime.rollout import RolloutFnEvalOutput, RolloutFnTrainOutput, sglang_rollout
+from slime.rollout import sglang_rollout
+from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.utils.errors import ConfigError, DataError
 
 logger = logging.getLogger(__name__)

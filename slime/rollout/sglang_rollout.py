@@ -31,7 +31,8 @@ from slime.data.processing import has_media, load_processor, load_tokenizer
 from slime.data.sample import Sample, SampleGroup, iter_samples
 from slime.hooks import can_be_called, load_function, takes_group
 from slime.observability.trace_utils import build_sglang_meta_trace_attrs, trace_function, trace_span
-from slime.rollout import RolloutFnEvalOutput, RolloutFnTrainOutput, collect, complete_args
+from slime.rollout import collect
+from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, complete_args
 from slime.rollout.custom_generate import (
     FINISHED,
     GenerateFunction,

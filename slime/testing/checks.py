@@ -18,7 +18,7 @@ from slime.batch.compile import compile_train_data
 from slime.batch.rewards import RewardArgs
 from slime.data.sample import Sample, as_groups, iter_samples
 from slime.hooks import accepts, can_be_called, parameter_names, takes_group
-from slime.rollout import DynamicFilterOutput, RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn
+from slime.rollout.base_types import DynamicFilterOutput, RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn
 from slime.rollout.custom_generate import GenerateFunction, apply_rollout_sample_hooks, complete
 from slime.rollout.data_source import BufferFilter, make_data_source
 from slime.rollout.failures import fresh_copy

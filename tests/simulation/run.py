@@ -275,7 +275,8 @@ def installed() -> Iterator[None]:
 def _new_manager() -> None:
     """Reset the module state that belongs to the manager's process."""
     from slime.ray import shards
-    from slime.rollout import Count, collect, fully_async_rollout
+    from slime.rollout import collect, fully_async_rollout
+    from slime.rollout.base_types import Count
     from slime.rollout.sglang_rollout import GenerateState
     from slime.utils import async_utils
 

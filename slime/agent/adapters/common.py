@@ -39,7 +39,7 @@ from slime.agent.rendering import TurnRenderer, history
 from slime.agent.trajectory import Message, RewardSplit, TrajectoryManager, TurnRecord
 from slime.data.sample import Sample
 from slime.observability.trace_utils import TraceHandle
-from slime.rollout import complete_args
+from slime.rollout.base_types import complete_args
 from slime.rollout.direct_engines import DirectEngines
 from slime.rollout.engine_request import cut_stop_token
 from slime.utils.errors import EngineError

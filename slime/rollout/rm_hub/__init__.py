@@ -31,8 +31,8 @@ from slime.data.sample import Sample, iter_samples
 from slime.data.values import Array, check_entries, reward_number
 from slime.hooks import accepted_kwargs, annotation, load_function, parameter_names
 from slime.observability.trace_utils import trace_span
-from slime.rollout import complete_args
 from slime.rollout.arguments import RewardModelArgs
+from slime.rollout.base_types import complete_args
 from slime.rollout.failures import failed_reward, give_up, is_given_up, traced_copy
 from slime.rollout.rm_hub.grader_pool import LONGEST_CALL_S, grade_limit
 from slime.rollout.rm_hub.math_utils import extract_answer as extract_boxed_answer

@@ -15,7 +15,7 @@ from slime.batch.compile import compile_train_data
 from slime.batch.rewards import RewardArgs, raw_rewards
 from slime.data.sample import Sample
 from slime.data.values import reward_number
-from slime.rollout import complete_args
+from slime.rollout.base_types import complete_args
 from slime.rollout.failures import is_given_up
 from slime.rollout.rm_hub import score
 from slime.utils.errors import DataError

@@ -22,7 +22,7 @@ from slime.config.groups import from_args
 from slime.hooks import load_function
 from slime.new.tiny_model import ModelShape, make_tiny_model
 from slime.ray.arguments import parse_only
-from slime.rollout import call_rollout_fn
+from slime.rollout.base_types import call_rollout_fn
 from slime.rollout.data_source import make_data_source
 from tests.architecture.sources import ROOT
 from tests.unit.rollout.fake_engine import FakeEngine, completion

@@ -15,7 +15,8 @@ import pytest
 
 from slime.config.groups import groups_in
 from slime.data.sample import Sample
-from slime.rollout import (
+from slime.rollout import sft_rollout
+from slime.rollout.base_types import (
     DynamicFilterOutput,
     MetricGatherer,
     RolloutFnEvalOutput,
@@ -25,7 +26,6 @@ from slime.rollout import (
     check_reward_nonzero_std,
     check_reward_nonzero_std_with_fallback,
     complete_args,
-    sft_rollout,
     should_drop_dynamic_filter_output,
 )
 from slime.rollout.custom_generate import apply_rollout_sample_hooks, set_current_rollout_id, set_evaluated_rollout_id

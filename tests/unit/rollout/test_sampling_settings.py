@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from slime.data.sample import Sample
-from slime.rollout import complete_args
+from slime.rollout.base_types import complete_args
 from slime.rollout.engine_request import build_request, eval_sampling_params, response_room, train_sampling_params
 from slime.rollout.eval_config import EvalDatasetConfig
 from slime.rollout.evaluate import evaluate

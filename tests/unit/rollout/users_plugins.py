@@ -4,7 +4,7 @@ import copy
 import random
 
 import slime.rollout.sglang_rollout as rollout
-from slime.rollout import DynamicFilterOutput, RolloutFnEvalOutput, RolloutFnTrainOutput
+from slime.rollout.base_types import DynamicFilterOutput, RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.data_source import DataSource, RolloutDataSourceWithBuffer
 from slime.rollout.rm_hub import async_rm
 from slime.rollout.sglang_rollout import GenerateState

@@ -9,7 +9,7 @@ import threading
 import torch
 
 from slime.data.sample import Sample
-from slime.rollout import RolloutFnTrainOutput
+from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.sglang_rollout import GenerateState, generate
 from slime.utils.http_utils import post
 

@@ -12,7 +12,7 @@ import pytest
 from slime.data.sample import Sample
 from slime.hooks import load_function
 from slime.ray.data_buffer import DataBuffer
-from slime.rollout import call_dynamic_filter
+from slime.rollout.base_types import call_dynamic_filter
 from slime.rollout.custom_generate import GenerateFunction
 from slime.rollout.failures import Attempts
 from slime.rollout.rm_hub import async_rm
