@@ -15,9 +15,9 @@ from tests.architecture.sources import ROOT, Module, modules
 
 # Name of a measure -> today's number. Measures in LEAST must not fall below it, all others must not exceed it.
 LIMITS: dict[str, float] = {
-    "files": 320,
-    "lines": 76693,
-    "small files, %": 11.25,
+    "files": 325,
+    "lines": 76718,
+    "small files, %": 12.31,
     "functions that take args, %": 2.99,
     "writes to args": 0,
     "getattr and hasattr per 1000 lines": 0.86,
