@@ -106,15 +106,21 @@ def test_a_checkpoint_of_megatrons_writer_continues(
             assert torch.allclose(result["weights"][name], value, rtol=0, atol=2e-6), name
 
 
-def test_a_checkpoint_with_states_in_buckets_names_the_layouts_that_it_fits(
-    ranks: ForkServer, hf: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("named", "fits"), [(_IN_BUCKETS, "only the tensor-"), ("fully_sharded_model_space", "the version of Megatron")]
+)
+def test_optimizer_states_in_another_format_of_megatron_name_what_they_fit(
+    named: str, fits: str, ranks: ForkServer, hf: Path, tmp_path: Path
 ) -> None:
     ranks.run(_AS_MEGATRON, 1, hf=str(hf), args=_COMMON | {"save": str(tmp_path)}, sharding=_IN_BUCKETS)
+    common = tmp_path / "iter_0000001/common.pt"
+    content = torch.load(common, weights_only=False)
+    content["optimizer"]["param_state_sharding_type"] = named
+    torch.save(content, common)
     size, layout = _LAYOUTS["pp2"]
     args = _COMMON | layout | {"load": str(tmp_path)}
     for result in ranks.run(_CASE, size, hf=str(hf), args=args, rollouts=[2], save_after=[]):
-        print(result["error"])
-        assert "(dp_reshardable, Megatron's default) fit only the layout" in result["error"]
+        assert f"have Megatron's format {named}, and fit {fits}" in result["error"]
         assert "--no-load-optim" in result["error"]
         assert len(result["error"]) < 1500, "the names of all tensors are not listed"
 

@@ -98,11 +98,11 @@ def sharded_state(
     sharded = _sharded_model(state.model, adapters_only=state.adapter is not None)
     if content.has_optimizer:
         # ``shard_files.sliced_states``, which writes the format of the files without gathering
-        slices = "fully_sharded_model_space" if sharding == _FORMAT else sharding
+        slices = sharding if sharding == _IN_BUCKETS else "fully_sharded_model_space"
         metadata = _metadata() | {"distrib_optim_sharding_type": slices}
         optimizer = state.optimizer.sharded_state_dict(dict(sharded), is_loading=is_loading, metadata=metadata)
         for part in _sliced_parts(optimizer):
-            part[_TYPE] = sharding
+            part[_TYPE] = sharding if sharding == _IN_BUCKETS else _FORMAT
         sharded["optimizer"] = optimizer
     if content.has_rng:
         sharded["rng_state"] = _rng_state()
@@ -129,8 +129,8 @@ def load_training_state(state: TrainState, shape: ModelShape, source: Source, co
     try:
         loaded = _load(source, shape, sharded)
     except ConfigError as error:
-        if content.has_optimizer and sharding == _IN_BUCKETS:
-            raise ConfigError([*error.problems, _fits_one_layout(source)]) from None
+        if content.has_optimizer and sharding != _FORMAT:
+            raise ConfigError([*error.problems, _in_another_format(source, sharding)]) from None
         raise
     _fill_model(state.model, loaded, strict=state.adapter is None)
     if content.has_optimizer:
@@ -229,15 +229,15 @@ def _saved_sharding(source: Source) -> str:
         saved = dist_checkpointing.load_common_state_dict(source.directory).get("optimizer", {})
     except _DAMAGED:  # loading reports the damage
         return _FORMAT
-    is_in_buckets = any(part[_TYPE] == _IN_BUCKETS for part in _sliced_parts(saved))
-    return _IN_BUCKETS if is_in_buckets else _FORMAT
+    return next((part[_TYPE] for part in _sliced_parts(saved)), _FORMAT)
 
 
-def _fits_one_layout(source: Source) -> str:
+def _in_another_format(source: Source, sharding: str) -> str:
+    layout = "the tensor-, pipeline- and expert-parallel layout they were saved on"
+    fits = f"only {layout}" if sharding == _IN_BUCKETS else "the version of Megatron that saved them"
     return (
-        f"{source.flag} {source.directory}: the states of its optimizer ({_IN_BUCKETS}, Megatron's default) fit only "
-        "the layout they were saved on: the same tensor, pipeline and expert parallelism. Load them on that layout, "
-        "have them saved with --dist-ckpt-optim-fully-reshardable, or give --no-load-optim to load the weights alone."
+        f"{source.flag} {source.directory}: the states of its optimizer have Megatron's format {sharding}, and fit "
+        f"{fits}. Save them with --dist-ckpt-optim-fully-reshardable, or load the weights alone (--no-load-optim)."
     )
 
 
