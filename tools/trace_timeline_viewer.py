@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import html
 import json
-import pickle
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from slime.board.server import OwnHost  # noqa: E402 - the repository's root first
+from slime.data.dump_file import load_plain  # noqa: E402
 
 CACHE_VERSION = 1
 
@@ -61,60 +61,9 @@ def read_samples(path: Path) -> list[dict[str, Any]]:
 
         rows = pq.read_table(path, columns=["index", "group_index", "status", "reward", "response_length", "trace"])
         return [row | {"trace": json.loads(row["trace"]) if row["trace"] else None} for row in rows.to_pylist()]
-    import torch
-
-    # weights_only=False is safe only with this module, which refuses all functions but those of _HARMLESS.
-    payload = torch.load(path, map_location="cpu", weights_only=False, pickle_module=_Lenient)
+    payload = load_plain(path, records=("slime.data.sample",))
     samples = payload["samples"] if isinstance(payload, dict) else payload
     return [sample if isinstance(sample, dict) else vars(sample) for sample in samples]
-
-
-_HARMLESS = {
-    "builtins": ("bytearray", "complex", "frozenset", "set", "slice"),
-    "collections": ("Counter", "OrderedDict", "defaultdict"),
-    "numpy": ("dtype", "ndarray"),
-    "numpy._core.multiarray": ("_reconstruct", "scalar"),
-    "slime.data.sample": ("Sample", "_PrefixCacheInfo", "_SpecInfo", "_Status"),
-    "torch": ("Size", "bfloat16", "bool", "device", "float16", "float32", "float64", "int32", "int64", "int8", "uint8"),
-    "torch._utils": ("_rebuild_parameter", "_rebuild_tensor_v2"),
-}
-"""Module -> names that only hold data. A pickle can name any function, and have it called."""
-
-
-class _Placeholder:
-    """Takes whatever a pickle does to it, and forgets it."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
-
-    def _nothing(self, *_: Any, **__: Any) -> Any:
-        return self
-
-    __setstate__ = __setitem__ = append = extend = add = __call__ = _nothing
-
-
-def _inner_class(owner: Any, name: str) -> Any:
-    # A pickle can pass any object to getattr: only nested classes of Sample are looked up.
-    is_ours = getattr(owner, "__module__", "") == "slime.data.sample"
-    found = getattr(owner, name, None) if is_ours else None
-    return found if isinstance(found, type) else type(name, (_Placeholder,), {})
-
-
-class _Lenient:
-    """A pickle module for torch.load that neither needs nor runs the code of the run."""
-
-    class Unpickler(pickle.Unpickler):
-        def find_class(self, module: str, name: str) -> Any:
-            module = "builtins" if module == "__builtin__" else module  # torch.save writes the names of Python 2
-            if (module, name) == ("builtins", "getattr"):  # how a class inside of another is named
-                return _inner_class
-            is_storage = module == "torch" and name.isidentifier() and name.endswith("Storage")
-            if is_storage or name in _HARMLESS.get(module, ()):
-                return super().find_class(module, name)
-            print(f"note: {module}.{name} is not known here and is left empty", file=sys.stderr)
-            return type(name, (_Placeholder,), {})
-
-    load = staticmethod(pickle.load)
 
 
 def _cached(cache: Path, dump: Path, rebuild: bool) -> dict[str, Any]:

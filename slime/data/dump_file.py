@@ -12,12 +12,16 @@ without engines. ``--save-debug-train-data``:
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import enum
+import functools
 import logging
 import os
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from slime.data.columns import column
 from slime.data.processing import load_processor, load_tokenizer
@@ -134,6 +138,120 @@ def load_saved(path: Path) -> Any:
         raise ValueError(f"{error}; {reason}") from error
     except (LookupError, TypeError, ValueError) as error:  # of a pickle that is damaged in the middle
         raise ValueError(f"{type(error).__name__}: {error}; {reason}") from error
+
+
+def load_plain(file: Path | BinaryIO, *, records: tuple[str, ...] = ()) -> Any:
+    """Load a file of ``torch.save`` to the CPU, without running code that it names and without needing that code.
+
+    Objects that are not plain, such as those in the flags of another program, are left empty, with a warning.
+
+    Args:
+        records: modules whose dataclasses and enums are plain, or packages of such modules with a dot at the end.
+
+    Raises:
+        pickle.UnpicklingError, EOFError, OSError, RuntimeError, ValueError: the content is not what was saved.
+    """
+    import torch
+
+    with contextlib.suppress(RuntimeError):  # not an archive
+        archive = torch._C.PyTorchFileReader(str(file) if isinstance(file, Path) else file)
+        if "constants.pkl" in archive.get_all_records():  # torch.load would run it, whatever unpickles
+            raise ValueError("it is a TorchScript archive, which is code")
+    if not isinstance(file, Path):
+        file.seek(0)
+    plain = plain_pickle(records)
+    content = torch.load(file, map_location="cpu", weights_only=False, pickle_module=plain)
+    plain.warn(file if isinstance(file, Path) else "a checkpoint")
+    return content
+
+
+def plain_pickle(records: tuple[str, ...] = ()) -> Any:
+    """What takes the place of the module ``pickle`` where a pickle must not run code. See :func:`load_plain`."""
+    from torch import _weights_only_unpickler as torchs
+
+    safe = torchs._get_allowed_globals() | torchs._get_user_allowed_globals()  # Megatron registers its own
+    unknown: set[str] = set()
+
+    def inner_class(owner: Any, name: str) -> Any:
+        # a pickle can pass any object
+        kind = owner if isinstance(owner, type) else type(owner)
+        if _is_record(owner) and _is_record(found := vars(owner).get(name)):
+            return found
+        if kind is not _Empty:  # else its own name is there
+            unknown.add(f"{kind.__name__}.{name}")
+        return _Empty
+
+    class PlainUnpickler(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            module = "builtins" if module == "__builtin__" else module  # torch.save writes the names of Python 2
+            path = f"{module}.{name}"
+            if path in safe:
+                return safe[path]
+            if path == "builtins.getattr":  # how a class inside of another is named
+                return inner_class
+            if path in _PLAIN:
+                return super().find_class(module, name)
+            if module.startswith(records) and _is_record(found := super().find_class(module, name)):
+                return found
+            unknown.add(path)
+            return _Empty
+
+        def load(self) -> Any:
+            try:
+                return super().load()
+            except (AttributeError, ImportError, IndexError, TypeError) as error:  # of damaged content
+                raise pickle.UnpicklingError(f"{type(error).__name__}: {error}") from error
+
+    class PlainPickle:
+        Unpickler = PlainUnpickler
+
+        @staticmethod
+        def load(file: BinaryIO, **options: Any) -> Any:
+            return PlainUnpickler(file, **options).load()
+
+        @staticmethod
+        def warn(file: Any) -> None:
+            if unknown:
+                _warn_of_unknown(f"{file} has objects of {', '.join(sorted(unknown))}, which are left empty.")
+
+    return PlainPickle
+
+
+_PLAIN = (
+    "argparse.Namespace",
+    "builtins.frozenset",
+    "builtins.slice",
+    "collections.defaultdict",
+    "numpy._core.multiarray._reconstruct",
+    "numpy._core.multiarray.scalar",
+    "numpy.core.multiarray._reconstruct",
+    "numpy.core.multiarray.scalar",
+    "numpy.dtype",
+    "numpy.ndarray",
+    "pathlib.PosixPath",
+)
+"""Names that only hold data, besides those that torch calls safe. A pickle can have any function called."""
+
+
+@functools.cache
+def _warn_of_unknown(text: str) -> None:
+    logger.warning("%s", text)  # once, though some files are read twice
+
+
+def _is_record(found: Any) -> bool:
+    return isinstance(found, type) and (dataclasses.is_dataclass(found) or issubclass(found, enum.Enum))
+
+
+class _Empty:
+    """In place of an object that is not plain: takes whatever a pickle does to it, and forgets it."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def _nothing(self, *_: Any, **__: Any) -> Any:
+        return self
+
+    __setstate__ = __setitem__ = append = extend = add = __call__ = _nothing
 
 
 def _not_a_dump(flag: str, path: Path, reason: str) -> DataError:

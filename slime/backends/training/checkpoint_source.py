@@ -66,7 +66,6 @@ _SIGNS_OF_DAMAGE = (
     "zip file",
     "pickle",
     "metadata read failed",
-    "Expected input to be a checkpoint",
 )
 
 Format: TypeAlias = Literal["torch_dist", "fsdp", "hf"]
@@ -358,8 +357,6 @@ def causes_of(error: CheckpointException) -> str:
 
 def _text(error: BaseException) -> str:
     """The error in words for the user."""
-    if refused := re.search(r"GLOBAL (\S+) (was not allowed|whose module)", str(error)):
-        return f"a file of it (.metadata, common.pt or a shard) names {refused[1]}, which would run when it is read"
     if absent := _ABSENT.search(str(error)):  # torch's message lists all tensors that the checkpoint has
         name = (absent[1] or absent[2]).lstrip("\"'")
         hints = (text for prefix, text in _WITHOUT.items() if name.startswith(prefix))

@@ -8,16 +8,12 @@ file until the file is complete. This one holds a single tensor for each file th
 
 from __future__ import annotations
 
-import functools
 import io
-import logging
 import os
-import pickle
 import random
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, is_dataclass
-from enum import Enum
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -36,9 +32,8 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
+from slime.data.dump_file import load_plain, plain_pickle
 from slime.utils import accelerator
-
-logger = logging.getLogger(__name__)
 
 _NUM_THREADS = 2  # files that a rank writes at a time
 
@@ -129,46 +124,22 @@ def _write_file(path: Path, pieces: Sequence[Piece], written: Callable[[int], No
     return results
 
 
+_RECORDS = ("torch.distributed.checkpoint.", "torch.distributed._shard.", "megatron.core.")
+"""Packages that write checkpoints with dataclasses and enums in them."""
+
+
 class PlainReader(FileSystemReader):
     """Reads the metadata without running code that it may name."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """As that of the base class.
-
-        Raises:
-            pickle.UnpicklingError: it has objects of other classes than a checkpoint's.
-        """
-        with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
-            metadata: Metadata = _MetadataUnpickler(file).load()
+        """As that of the base class."""
+        path, plain = self._get_metadata_path(kwargs.get("rank")), plain_pickle(_RECORDS)
+        with self.fs.create_stream(path, "rb") as file:
+            metadata: Metadata = plain.load(file)
+        plain.warn(path)
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
-
-
-_OF_METADATA = {
-    "builtins": ("frozenset", "set", "slice"),
-    "collections": ("OrderedDict", "defaultdict"),
-    "pathlib": ("Path", "PosixPath", "PurePosixPath"),
-    "torch": ("Size",),
-    "torch.serialization": ("_get_layout",),
-}
-"""Module -> what metadata may name in it, besides data types."""
-_HAVE_RECORDS = ("torch.distributed.checkpoint.", "torch.distributed._shard.", "megatron.core.dist_checkpointing.")
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """Makes plain values, and the records (dataclasses and enums) of the modules that write checkpoints."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if name in _OF_METADATA.get(module, ()) or (
-            module == "torch" and isinstance(vars(torch).get(name), torch.dtype)
-        ):
-            return super().find_class(module, name)
-        if module.startswith(_HAVE_RECORDS) and name.isidentifier():
-            found = super().find_class(module, name)
-            if isinstance(found, type) and (is_dataclass(found) or issubclass(found, Enum)):
-                return found
-        raise pickle.UnpicklingError(f"Unsupported global: GLOBAL {module}.{name} was not allowed")
 
 
 class PlainPlanner(DefaultLoadPlanner):
@@ -176,43 +147,12 @@ class PlainPlanner(DefaultLoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Put the object into the state that is being loaded."""
-        set_element(self.original_state_dict, self.mappings[read_item.dest_index.fqn], load_plain(value))
+        set_element(self.original_state_dict, self.mappings[read_item.dest_index.fqn], load_object(value))
 
 
-def load_plain(file: BinaryIO, name: str = "a checkpoint") -> Any:
-    """Load what ``torch.save`` has written, without running code that it may name.
-
-    Objects of classes that neither torch nor Megatron knows are left empty, with a warning: checkpoints of other
-    programs have their flags in them.
-
-    Raises:
-        pickle.UnpicklingError, ValueError, RuntimeError: the content is damaged, or it calls a function.
-    """
-    # a class inside of another is named by a call of getattr
-    nested = "builtins.getattr"
-    unknown = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file))
-    if unknown:
-        _warn(f"{name} has objects of {', '.join(x for x in unknown if x != nested)}, which are left empty.")
-    empty: list[Any] = [((lambda *_: _Empty) if each == nested else _Empty, each) for each in unknown]
-    file.seek(0)
-    with torch.serialization.safe_globals(empty):
-        return torch.load(file, map_location="cpu", weights_only=True)
-
-
-@functools.cache
-def _warn(text: str) -> None:
-    logger.warning("%s", text)  # common.pt is read twice
-
-
-class _Empty:
-    """In place of an object of an unknown class: takes any content, and forgets it."""
-
-    def __new__(cls, *_: Any, **__: Any) -> _Empty:
-        return super().__new__(cls)
-
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-
-    def __setstate__(self, _: Any) -> None: ...
+def load_object(file: Path | BinaryIO) -> Any:
+    """An object of a checkpoint, see ``load_plain``."""
+    return load_plain(file, records=_RECORDS)
 
 
 def generator_states() -> dict[str, Any]:

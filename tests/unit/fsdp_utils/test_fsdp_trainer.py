@@ -181,8 +181,7 @@ def test_a_checkpoint_cannot_run_code(checkpoint: Path, tmp_path: Path) -> None:
     metadata = pickle.loads((directory / ".metadata").read_bytes())
     metadata.planner_data = _Call(trace)
     (directory / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(ConfigError, match=r"names posix\.mkdir, which would run when it is read"):
-        _trainer(checkpoint, load=str(save))
+    _trainer(checkpoint, load=str(save))
     assert not trace.exists()
 
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from slime.backends.megatron_utils.actor import MegatronTrainer
-from slime.backends.training.pieces import load_plain
+from slime.backends.training.pieces import load_object
 from slime.utils.errors import ConfigError
 from tests.unit.megatron_utils.tiny_trainer import make_args, make_batch, make_hf_model
 
@@ -147,8 +147,10 @@ class _Options:
     class Mode(enum.Enum):
         ON = 1
 
+    class Names(list[str]): ...
+
     def __init__(self) -> None:
-        self.mode = self.Mode.ON
+        self.mode, self.names = self.Mode.ON, self.Names(["math"])
 
 
 def _without_manifest(run: Path) -> Path:
@@ -166,7 +168,6 @@ def test_a_checkpoint_with_flags_of_another_program_loads_without_them(
     monkeypatch.delattr(sys.modules[__name__], "_Options")
     assert _start(saved[0], load=str(run)) == 2
     assert f"{common} has objects of {__name__}._Options, which are left empty" in caplog.text
-    assert torch.serialization.get_unsafe_globals_in_checkpoint(common), "the exception is of this file alone"
 
 
 class _Call:
@@ -186,17 +187,15 @@ def test_a_checkpoint_cannot_run_code(saved: tuple[Path, Path], run: Path, tmp_p
         metadata = pickle.loads(file.read_bytes())
         metadata.planner_data = _Call(trace)
         file.write_bytes(pickle.dumps(metadata))
-    with pytest.raises(ConfigError, match=r"names posix\.mkdir, which would run when it is read"):
-        _start(saved[0], load=str(run))
+    assert _start(saved[0], load=str(run)) == 2
     assert not trace.exists()
 
 
 def test_an_object_in_a_shard_cannot_run_code(tmp_path: Path) -> None:
     stream = io.BytesIO()
-    torch.save({"state": _Call(tmp_path / "ran")}, stream)
+    torch.save({"state": _Call(tmp_path / "ran"), "step": 3}, stream)
     stream.seek(0)
-    with pytest.raises(pickle.UnpicklingError, match="posix"):
-        load_plain(stream)
+    assert load_object(stream)["step"] == 3
     assert not (tmp_path / "ran").exists()
 
 

@@ -55,7 +55,7 @@ from torch.distributed.checkpoint.state_dict_loader import load_state_dict
 from torch.distributed.checkpoint.storage import WriteResult
 
 from slime.backends.megatron_utils.precision import readable
-from slime.backends.training.pieces import Piece, PlainPlanner, PlainReader, load_plain
+from slime.backends.training.pieces import Piece, PlainPlanner, PlainReader, load_object
 from slime.utils.distributed_utils import do_on_first_rank, files_group
 
 _MAX_BYTES = 128 * 1024**2  # of a tensor in a file: the writer holds one per file in host memory
@@ -199,9 +199,7 @@ class _Planner(torch_strategy.MCoreLoadPlanner):
 
 def load_common(directory: str | Path) -> Any:
     """The values of a checkpoint that are not sharded."""
-    path = Path(directory) / COMMON_STATE_FNAME
-    with path.open("rb") as file:
-        return load_plain(file, str(path))
+    return load_object(Path(directory) / COMMON_STATE_FNAME)
 
 
 def sliced_states(
