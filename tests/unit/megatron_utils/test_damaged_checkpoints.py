@@ -199,6 +199,12 @@ def test_an_object_in_a_shard_cannot_run_code(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
+def test_an_archive_of_torch_script_is_not_loaded(saved: tuple[Path, Path], run: Path) -> None:
+    torch.jit.save(torch.jit.script(torch.nn.ReLU()), _without_manifest(run) / "common.pt")
+    with pytest.raises(ConfigError, match="it is a TorchScript archive, which is code"):
+        _start(saved[0], load=str(run))
+
+
 @pytest.mark.parametrize(
     ("saved_without", "loads"), [("no_save_optim", "no_load_optim"), ("no_save_rng", "no_load_rng")]
 )
