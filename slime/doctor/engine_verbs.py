@@ -144,10 +144,11 @@ def _is_done(future: Future[Any], seconds: float) -> bool:
 
 def _ends_early(trial: Trial, what: str, stop: Callable[[], None], after: Callable[[], None]) -> Finding:
     """A running request ends with the tokens that it has."""
+    was_running = False
     for _ in range(_TRIES):
         with ThreadPoolExecutor(1) as pool:
             running = _long_request(trial, pool)
-            is_running = _sees_request(trial, running)
+            was_running |= _sees_request(trial, running)
             stop()
             try:
                 answer = running.result(_TIMEOUT_S)
@@ -159,7 +160,7 @@ def _ends_early(trial: Trial, what: str, stop: Callable[[], None], after: Callab
             if answer.ids:
                 differences = answer.log_probs - trial.golden.log_probs(answer.tokens, len(answer.prompt))
             return ok(what, value) if trial.agrees(differences) else fail(what, value, "its log-probs are wrong")
-    fix = "running requests must end with the reason abort" if is_running else "the request was done before the call"
+    fix = "running requests must end with the reason abort" if was_running else "the request was done before the call"
     return fail(what, value, fix)
 
 

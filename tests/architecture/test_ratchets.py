@@ -16,7 +16,7 @@ from tests.architecture.sources import ROOT, Module, modules
 # Name of a measure -> today's number. Measures in LEAST must not fall below it, all others must not exceed it.
 LIMITS: dict[str, float] = {
     "files": 325,
-    "lines": 76771,
+    "lines": 76772,
     "small files, %": 12.31,
     "functions that take args, %": 2.99,
     "writes to args": 0,
